@@ -1,0 +1,50 @@
+// Files as firn reads and writes them: positioned, whole, checked.
+//
+// Contract: read_at fills exactly the bytes asked for or returns an error that names the file, offset, expected and found;
+// short reads are continued, EINTR retried. No method asserts the outside world. Read methods are thread-safe.
+// FaultyFile (storage/faulty_file.h) wraps any File and breaks it on purpose, for tests.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "runtime/status.h"
+
+namespace firn::storage {
+
+class File {
+ public:
+  virtual ~File() = default;
+  virtual const std::string& path() const = 0;
+  virtual Result<int64_t> size() const = 0;
+  virtual Status read_at(int64_t offset, std::span<std::byte> out) const = 0;
+  // Offset, length and address must be multiples of direct_alignment() when it is > 0; returns the bytes read, fewer than
+  // asked only at end of file. With direct_alignment() == 0 any values do.
+  virtual Result<int64_t> read_some_at(int64_t offset, std::span<std::byte> out) const = 0;
+  virtual int64_t direct_alignment() const = 0;  // 0: buffered
+  virtual Status write_at(int64_t offset, std::span<const std::byte> in) = 0;
+  virtual Status sync() = 0;
+};
+
+enum class OpenMode : uint8_t { kRead, kReadDirect, kCreate };  // kReadDirect falls back to buffered; ask the alignment
+
+// Refuses directories, FIFOs, sockets and devices by name before opening them (a FIFO would block).
+Result<std::unique_ptr<File>> open_file(const std::string& path, OpenMode mode);
+
+// How code that is tested under faults opens its files.
+class FileSystem {
+ public:
+  virtual ~FileSystem() = default;
+  virtual Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode) = 0;
+  static FileSystem& real();  // stateless
+};
+
+// The whole of a regular file (at most max_bytes, so that a mistaken path cannot fill memory).
+Result<std::string> read_text_file(FileSystem& fs, const std::string& path, int64_t max_bytes);
+
+// Writes to `path`.tmp-PID, syncs, renames over `path`, syncs the folder: old content or new, never a mixture.
+Status write_file_atomically(const std::string& path, std::span<const std::byte> content);
+
+}  // namespace firn::storage
