@@ -1,0 +1,85 @@
+// CpuOps: the fast CPU implementation of Ops. Work is done when a call returns; tickets are ready at once.
+//
+// Kernel paths (the fixed rule that runtime/ops.h asks for), by the number of rows of a linear call or of an MLP task:
+//   act f32 (--precise)           any rows: dot products over f32 in 16 fixed lanes, reduced in a fixed tree; a row's bits
+//                                 do not depend on the other rows.
+//   act bf16, rows <= kFewRows    the same dot-product kernels on stored weights, dequantised in registers; a row's bits do
+//                                 not depend on the other rows.
+//   act bf16, rows > kFewRows     weight tiles dequantised once to bf16 (or f32, gemm_type()) and multiplied by oneDNN in
+//                                 fixed tiles; a row's last bits may depend on the number of rows.
+// Attention, norms, router, selection: one path whatever the number of rows.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "cpu/isa.h"
+#include "runtime/kernel_stats.h"
+#include "runtime/ops.h"
+#include "runtime/thread_team.h"
+
+namespace firn::cpu {
+
+inline constexpr int64_t kFewRows = 8;
+
+class CpuOps final : public Ops {
+ public:
+  // team and arena must outlive the object. `arena` is host memory charged to the user's budget; scratch is taken from it
+  // and kept. Fails when isa is not available on this CPU.
+  static Result<std::unique_ptr<CpuOps>> create(ThreadTeam* team, Arena* arena, Isa isa);
+  ~CpuOps() override;
+
+  std::string name() const override;
+  Space space() const override { return Space::kHost; }
+  Arena& arena() override { return *arena_; }
+
+  // cpu_ops_linear.cc
+  Ticket linear(const LinearParams& p) override;
+  Ticket mlp(const MlpParams& p) override;
+  // cpu_ops_rows.cc
+  Ticket embed(const EmbedParams& p) override;
+  Ticket norm(const NormParams& p) override;
+  Ticket norm_rope(const NormRopeParams& p) override;
+  Ticket add(const AddParams& p) override;
+  Ticket router(const RouterParams& p) override;
+  Ticket combine(const CombineParams& p) override;
+  Ticket finish_ffn(const FinishFfnParams& p) override;
+  // cpu_ops_attention.cc
+  Ticket kv_append(const KvAppendParams& p) override;
+  Ticket attention(const AttentionParams& p) override;
+  Ticket attention_partial(const AttentionPartialParams& p) override;
+  Ticket attention_merge(const AttentionMergeParams& p) override;
+  // cpu_ops_index.cc
+  Ticket index_append(const IndexAppendParams& p) override;
+  Ticket index_select(const IndexSelectParams& p) override;
+  Ticket block_scores(const BlockScoresParams& p) override;
+  // cpu_ops.cc
+  Ticket upload(void* dst, const void* host_src, int64_t bytes) override;
+  Ticket download(void* host_dst, const void* src, int64_t bytes) override;
+  Ticket copy(void* dst, const void* src, int64_t bytes) override;
+  Ticket zero(void* dst, int64_t bytes) override;
+  Status wait(Ticket ticket) override;
+  int64_t scratch_bytes(const Limits& limits) const override;
+
+  const KernelStats& stats() const { return stats_; }
+  Isa isa() const { return isa_; }
+
+ private:
+  CpuOps(ThreadTeam* team, Arena* arena, Isa isa);
+  // Host scratch number `slot` (each call site its own), grown to at least `bytes` and kept; 64-byte aligned. On refusal
+  // by the budget fails the object (wait() then returns the refusal) and returns nullptr: the caller returns at once.
+  enum Scratch { kGateUp, kAct, kTiles, kRope, kPartials, kScores, kPacked, kSelect, kXFloat, kScratchCount };
+  std::byte* scratch(Scratch slot, int64_t bytes);
+  Ticket done() { return {++last_ticket_}; }
+  Ticket fail(Status status);
+
+  ThreadTeam* const team_;
+  Arena* const arena_;
+  const Isa isa_;
+  uint64_t last_ticket_ = 0;
+  Status failure_;
+  KernelStats stats_;
+  Buffer scratch_[kScratchCount];
+};
+
+}  // namespace firn::cpu
