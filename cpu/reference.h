@@ -16,11 +16,15 @@ std::unique_ptr<Ops> make_reference_ops(Arena* arena);
 // Dequantises row r of a weight matrix to float, tensor_scale included: the oracle of every weight format.
 void reference_dequantise_row(const WeightView& w, int64_t r, float* out);
 
-// M[b] of one query by the canonical definition: key products summed in fp64 in dim order, rounded to fp32, maximum over
-// the first n_visible keys of each block.
+// The clamped activation of Activation's comment, in double; NaN passes through.
+double reference_activation(const Activation& a, double gate, double up);
+
+// M[b] of one query by the canonical definition: key products summed in fp64 in dim order, rounded to fp32, maximum
+// over the first n_visible keys of each block.
 float canonical_block_max(const void* query, const void* keys, DType dtype, int64_t dim, int64_t n_visible);
 
-// Block choice from canonical scores (scores[b] for b in [0, own]): the rule of IndexSelectParams. Returns ascending ids.
+// Block choice from canonical scores (scores[b] for b in [0, own]): the rule of IndexSelectParams. Returns ascending
+// ids.
 std::vector<int32_t> choose_blocks(std::span<const float> scores, int64_t own, int64_t topk, int64_t init_blocks,
                                    int64_t local_blocks);
 
