@@ -1,0 +1,177 @@
+// Forward: one wave of tokens through the layers, in small steps.
+//
+//   Forward forward(model, options);
+//   FIRN_TRY(forward.begin(wave));            // reserves KV, allocates, checks ids: nothing is computed yet
+//   while (!forward.finished()) FIRN_TRY(forward.step());
+//   forward.logits(i)                         // fp32, one row a wanted position
+//
+// Layer-major: all rows of the wave pass layer L before any passes L+1, so a prompt of any length reads every expert
+// once. A step is one chunk of kChunkRows rows in a layer's attention, router or dense MLP, or one group of its
+// experts: a long prefill can be stopped, watched or interleaved with another Forward's wave between steps. The cut
+// into chunks and groups depends on the wave alone, never on budgets, threads or time.
+//
+// Sequences take the new tokens (KvCache::commit) when the last step is done; a wave that fails or is dropped leaves
+// them as they were. Several Forward objects may share one model and Ops; each is used by one thread at a time, and a
+// KvCache is in at most one running wave.
+//
+// Numerics (design section 7): activation type bf16 (default) or f32 (--precise); products of one linear layer are
+// summed in fp32 and stay fp32 until the next norm, activation or residual add rounds them once.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "model/config.h"
+#include "model/kv.h"
+#include "model/weights.h"
+#include "runtime/ops.h"
+
+namespace firn::model {
+
+struct WaveSpan {
+  KvCache* kv = nullptr;
+  std::vector<int32_t> ids;
+  std::vector<int64_t> logits_at;  // ascending offsets into ids
+  // Rows that replace the embeddings at some offsets (images): replace_rows holds replace_at.size() rows of H floats.
+  std::vector<int64_t> replace_at;
+  std::vector<float> replace_rows;
+};
+
+struct Wave {
+  std::vector<WaveSpan> spans;
+};
+
+// What to record of a wave, for tests, traces and evidence. Rows are rows of the wave (spans back to back).
+struct Capture {
+  bool hidden = false;   // residual stream after every layer, [layers + 1][rows of logits][H]
+  bool routing = false;  // expert ids, weights, logits of every row, MoE layers in order
+  bool blocks = false;   // block ids of every row, sparse layers in order
+};
+struct Captured {
+  std::vector<float> hidden;          // [layers + 1][n_logits][H]
+  std::vector<float> final_hidden;    // [n_logits][H]
+  std::vector<int32_t> expert_ids;    // [moe layers][rows][topk]
+  std::vector<float> expert_weights;  // same shape
+  std::vector<float> router_logits;   // [moe layers][rows][E]
+  std::vector<int32_t> block_ids;     // [sparse layers][rows][heads * topk]
+};
+
+struct ForwardOptions {
+  DType activation = DType::kBf16;  // or kF32
+  Capture capture;
+  // Ops that compute routed experts, besides the main one (index 0). Weights of an expert must lie in its Ops' space.
+  std::vector<Ops*> expert_ops;
+  // [moe layer][expert]: 0 = main Ops, i = expert_ops[i - 1]; empty = all on the main Ops.
+  std::vector<std::vector<uint8_t>> expert_home;
+};
+
+class Forward {
+ public:
+  static constexpr int64_t kChunkRows = 512;    // rows of a step
+  static constexpr int64_t kGroupPairs = 2048;  // (token, expert) pairs of an expert step
+
+  // All referenced objects must outlive the Forward. Memory comes from ops->arena().
+  Forward(const ModelConfig* config, const Weights* weights, Ops* ops, ForwardOptions options);
+  ~Forward();
+
+  Status begin(Wave wave);
+  Status step();
+  bool finished() const { return finished_; }
+  // Work done so far in [0, 1]: layers x rows.
+  double progress() const;
+  // Gives up the wave: sequences return to what they were before begin(). Safe at any time.
+  void abandon();
+
+  int64_t n_logits() const { return static_cast<int64_t>(logit_rows_.size()); }
+  std::span<const float> logits(int64_t i) const;  // of the i-th wanted position, spans in order
+  const Captured& captured() const { return captured_; }
+
+  // Bytes a wave of `rows` rows with `n_logits` wanted positions takes besides weights, KV and the Ops' own scratch.
+  static int64_t wave_bytes(const ModelConfig& config, DType activation, int64_t rows, int64_t n_logits);
+  // The largest shapes of any call, for Ops::scratch_bytes.
+  static Ops::Limits limits(const ModelConfig& config, int64_t rows, int64_t context);
+
+ private:
+  enum class Stage : uint8_t { kEmbed, kAttention, kDenseMlp, kRouter, kExperts, kFinishMoe, kLogits };
+  struct Chunk {
+    int64_t row_begin = 0, n_rows = 0;
+    struct Piece {
+      int64_t span, row_begin, n_rows, offset;  // row_begin relative to the chunk; offset into the span
+    };
+    std::vector<Piece> pieces;
+  };
+  // Rows of some experts, computed in one step.
+  struct ExpertGroup {
+    struct Item {
+      int32_t expert;
+      int64_t pair_begin, n_pairs;  // into pair_rows_
+    };
+    std::vector<Item> items;
+    int64_t pair_begin = 0, n_pairs = 0;
+  };
+
+  Status allocate(int64_t rows, int64_t n_logits);
+  Status check_ids() const;
+  void cut_chunks(int64_t rows);
+  void make_expert_groups();
+  std::vector<KvSpan> spans_of(const Chunk& chunk, int64_t layer) const;
+
+  Status embed_step(const Chunk& chunk);
+  Status attention_step(const Chunk& chunk);
+  Status dense_mlp_step(const Chunk& chunk);
+  Status router_step(const Chunk& chunk);
+  Status experts_step(const ExpertGroup& group);
+  Status experts_elsewhere(Ops* ops, const std::vector<MlpTask>& tasks, int64_t n_pairs);
+  Status finish_moe_step(const Chunk& chunk);
+  Status logits_step();
+  Status capture_hidden(int64_t at);
+  void advance();
+
+  MatrixView view(const Buffer& buffer, DType dtype, int64_t rows, int64_t cols) const;
+  MatrixView hidden(const Chunk& chunk) const;
+  Status download(std::byte* dst, const void* src, int64_t bytes);
+
+  const ModelConfig& config_;
+  const Weights& weights_;
+  Ops* const ops_;
+  const ForwardOptions options_;
+  const DType act_;
+
+  Wave wave_;
+  std::vector<int64_t> span_row_;    // first wave row of each span
+  std::vector<int64_t> logit_rows_;  // wave rows whose logits are wanted
+  std::vector<Chunk> chunks_;
+  int64_t rows_ = 0;
+  bool running_ = false;
+  bool finished_ = false;
+
+  Stage stage_ = Stage::kEmbed;
+  int64_t layer_ = 0;
+  int64_t next_ = 0;  // chunk or group of the stage
+
+  // Host side of the router's choice in the current layer.
+  std::vector<int32_t> expert_ids_;    // [rows][topk]
+  std::vector<float> expert_weights_;  // [rows][topk]
+  std::vector<int32_t> pair_rows_;     // wave rows grouped by expert
+  std::vector<float> pair_weights_;
+  std::vector<ExpertGroup> groups_;
+
+  // Device side. Shapes in rows x columns; C = rows of a chunk, P = pairs of an expert group.
+  Buffer hidden_;                                   // [rows, H] act: the residual stream
+  Buffer accumulator_;                              // [rows, H] f32: sum of routed experts (MoE models)
+  Buffer x_;                                        // [max(C, P), H] act
+  Buffer q_raw_, k_raw_, v_raw_, iq_raw_, ik_raw_;  // [C, ...] f32
+  Buffer q_, k_, iq_, ik_;                          // [C, ...] cache dtype
+  Buffer heads_;                                    // [C, heads * head_dim] act
+  Buffer block_ids_;                                // [C, index_heads * topk] i32
+  Buffer y_;                                        // [max(C, P), H] f32
+  Buffer picks_, pick_weights_, router_logits_;     // [C, ...]
+  Buffer logits_device_;                            // [n_logits, vocab] f32
+  std::vector<float> logits_;
+  Captured captured_;
+};
+
+}  // namespace firn::model
