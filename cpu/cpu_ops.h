@@ -68,16 +68,20 @@ class CpuOps final : public Ops {
   CpuOps(ThreadTeam* team, Arena* arena, Isa isa);
   // Host scratch number `slot` (each call site its own), grown to at least `bytes` and kept; 64-byte aligned. On refusal
   // by the budget fails the object (wait() then returns the refusal) and returns nullptr: the caller returns at once.
-  enum Scratch { kGateUp, kAct, kTiles, kRope, kPartials, kScores, kPacked, kSelect, kXFloat, kScratchCount };
+  enum Scratch { kGateUp, kAct, kTiles, kRope, kPartials, kScores, kPacked, kSelect, kXFloat, kRouter, kScratchCount };
   std::byte* scratch(Scratch slot, int64_t bytes);
   Ticket done() { return {++last_ticket_}; }
   Ticket fail(Status status);
+  void record_failure(const Status& status, uint64_t ticket);
+  // After a failure operations do nothing: their inputs may never have been written.
+  bool failed() const { return !failure_.ok(); }
 
   ThreadTeam* const team_;
   Arena* const arena_;
   const Isa isa_;
   uint64_t last_ticket_ = 0;
   Status failure_;
+  uint64_t failed_ticket_ = 0;
   KernelStats stats_;
   Buffer scratch_[kScratchCount];
 };
