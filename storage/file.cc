@@ -316,6 +316,12 @@ std::string temporary_name(const std::string& path) {
 void remove_quietly(const std::string& path) { ::unlink(path.c_str()); }
 
 Status commit_temporary(const std::string& temporary, const std::string& path) {
+  // A rename would replace a device such as /dev/null by a regular file.
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
+    remove_quietly(temporary);
+    return refuse_kind(path, info.st_mode);
+  }
   if (::rename(temporary.c_str(), path.c_str()) != 0) {
     const int error = errno;
     remove_quietly(temporary);

@@ -2,8 +2,8 @@
 //
 // Format: u64 little-endian header length N, N bytes of JSON {"name": {"dtype", "shape", "data_offsets": [begin, end]},
 // "__metadata__": {...}}, then the data; offsets count from the end of the header. Every count, product and offset is
-// checked for overflow and against the file's real size; overlapping ranges, holes and lengths that contradict dtype and
-// shape are errors (Code::kCorrupt) that name file and tensor.
+// checked for overflow and against the file's real size; overlapping ranges, holes and lengths that contradict dtype
+// and shape are errors (Code::kCorrupt) that name file and tensor.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ struct TensorInfo {
   std::string shape_text() const;  // "[3072, 6144]"
 };
 
-// Parses the JSON header text (without the 8 length bytes); data_bytes is what follows the header in the file. Offsets in
-// the result are relative to the start of the data. This is the fuzzed entry point.
+// Parses the JSON header text (without the 8 length bytes); data_bytes is what follows the header in the file. Offsets
+// in the result are relative to the start of the data. This is the fuzzed entry point.
 Result<std::vector<TensorInfo>> parse_safetensors_header(std::string_view json, int64_t data_bytes,
                                                          const std::string& file_name,
                                                          std::map<std::string, std::string>* metadata = nullptr);
@@ -45,16 +45,19 @@ struct Shard {
   int64_t bytes = 0;
 };
 
-// All tensors of a folder (model.safetensors.index.json + shards, or a single model.safetensors / *.safetensors) or of one
-// file. Headers only; open shards stay open for loading.
+// All tensors of a folder (model.safetensors.index.json + shards, or without an index every *.safetensors in it) or of
+// one file. Headers only; the files are closed again. Where several shards hold a tensor of the same name the index
+// decides; without an index that is an error. Tensors the index does not mention are listed too, so that nothing is
+// dropped unseen.
 struct Checkpoint {
   std::string path;
   std::vector<Shard> shards;
-  std::vector<TensorInfo> tensors;             // sorted by name
+  std::vector<TensorInfo> tensors;  // sorted by name
   const TensorInfo* find(std::string_view name) const;
 
-  // Errors: a shard the index names is missing; a tensor the index places in a shard is not there (named); a shard holds
-  // a tensor twice; a file is shorter than its header says. metadata.total_size is not trusted (the release's is wrong).
+  // Errors: a shard the index names is missing; a tensor the index places in a shard is not there (named); a shard
+  // holds a tensor twice; a file is shorter than its header says. metadata.total_size is not trusted (the release's is
+  // wrong).
   static Result<Checkpoint> open(FileSystem& fs, const std::string& path);
 };
 
@@ -74,9 +77,9 @@ class SafetensorsFile {
   std::string bytes_;
 };
 
-// Writes one file tensor by tensor, in the order declared. Data may be supplied in pieces (for large tensors) or left out
-// altogether (sparse = true: a file of the right length with holes, for header-only copies). The file appears under its
-// name only when finish() succeeds.
+// Writes one file tensor by tensor, in the order declared. Data may be supplied in pieces (for large tensors) or left
+// out altogether (sparse = true: a file of the right length with holes, for header-only copies). The file appears under
+// its name only when finish() succeeds.
 class SafetensorsWriter {
  public:
   struct Declared {
@@ -85,7 +88,8 @@ class SafetensorsWriter {
     std::vector<int64_t> shape;
   };
   static Result<SafetensorsWriter> create(const std::string& path, std::vector<Declared> tensors,
-                                          const std::map<std::string, std::string>& metadata = {}, bool sparse = false);
+                                          const std::map<std::string, std::string>& metadata = {}, bool sparse = false,
+                                          FileSystem& fs = FileSystem::real());
   SafetensorsWriter(SafetensorsWriter&&) noexcept;
   SafetensorsWriter& operator=(SafetensorsWriter&&) noexcept;
   ~SafetensorsWriter();  // unfinished: the temporary file is removed
