@@ -2,7 +2,8 @@
 //
 // Ranges are sorted by (file, offset), neighbours merged, cut into pieces of a few MiB and read by `n_readers` threads
 // through O_DIRECT bounce buffers (buffered where O_DIRECT is refused). Every byte is accounted for: a short file is an
-// error that names file, offset, expected and found. Nothing is written to a destination outside its range.
+// error that names file, offset, expected and found. Nothing is written to a destination outside its range; after an
+// error or a cancel the destinations hold anything. The bounce buffers take about 4 MiB a reader.
 #pragma once
 
 #include <atomic>
@@ -33,8 +34,8 @@ struct LoadPlan {
 struct LoadStats {
   int64_t bytes = 0;
   double seconds = 0;
-  bool direct = false;      // every file was read with O_DIRECT
-  std::string fallback;     // why not, in words; empty otherwise
+  bool direct = false;   // every file was read with O_DIRECT
+  std::string fallback;  // why not, in words; empty otherwise
 };
 
 // progress(bytes_done, bytes_total) is called from one thread at a time, a few times a second. `cancel` may be null.
