@@ -1,0 +1,10 @@
+// Row kernels for AVX2 and FMA.
+#include "cpu/simd_avx2.h"
+//
+#include "cpu/row_kernels_impl.h"
+
+namespace firn::cpu {
+
+const RowKernels& row_kernels_avx2() { return kRowKernels; }
+
+}  // namespace firn::cpu

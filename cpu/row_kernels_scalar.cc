@@ -1,0 +1,10 @@
+// Row kernels for any CPU.
+#include "cpu/simd_scalar.h"
+//
+#include "cpu/row_kernels_impl.h"
+
+namespace firn::cpu {
+
+const RowKernels& row_kernels_scalar() { return kRowKernels; }
+
+}  // namespace firn::cpu
