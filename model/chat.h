@@ -18,6 +18,8 @@
 namespace firn::model {
 
 enum class Thinking : uint8_t { kAdaptive, kEnabled, kDisabled };
+// "adaptive", "enabled" or "disabled".
+Result<Thinking> parse_thinking(std::string_view mode);
 
 // A JSON value that keeps key order, the difference of 1 and 1.0, and integers of any size. Members of objects appear in
 // first-seen order, a repeated key keeps its place and takes the last value.
