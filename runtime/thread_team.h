@@ -17,10 +17,15 @@
 
 namespace firn {
 
+// Gives the calling thread back every CPU the process had before the first team was made; for I/O threads, which inherit
+// the one CPU of a pinned thread that starts them.
+void unpin_this_thread();
+
 class ThreadTeam {
  public:
   // n_threads >= 1; may exceed the number of cores. cpus: logical CPUs to pin to, one a thread in order, empty = no
-  // pinning (also used when there are more threads than cpus).
+  // pinning (also used when there are more threads than cpus, or one of them is not ours). The thread that calls run() is
+  // member 0 and stays pinned until the team dies, and threads it starts inherit that: they call unpin_this_thread().
   static Result<std::unique_ptr<ThreadTeam>> create(int n_threads, std::vector<int> cpus);
   ~ThreadTeam();
 
@@ -74,8 +79,8 @@ class ThreadTeam {
   void run_erased(void (*fn)(void*, int, int), void* arg);
   const int n_threads_;
   const std::vector<int> cpus_;
-  bool pinned_ = false;
-  bool started_ = false;
+  const bool pinned_;
+  const uint64_t id_;  // of this team among all of the process
 };
 
 }  // namespace firn
