@@ -32,11 +32,11 @@ enum class FaultKind : uint8_t {
 
 struct Fault {
   FaultKind kind = FaultKind::kReadError;
-  std::string path_part;      // "" concerns every file
-  int64_t first = 1;          // the first matching call that is hit, counted from 1
-  int64_t count = INT64_MAX;  // how many calls from there on
-  int64_t bytes = 0;          // see FaultKind
-  double probability = 1;     // of each such call being hit
+  std::string path_part = {};  // "" concerns every file
+  int64_t first = 1;           // the first matching call that is hit, counted from 1
+  int64_t count = INT64_MAX;   // how many calls from there on
+  int64_t bytes = 0;           // see FaultKind
+  double probability = 1;      // of each such call being hit
   std::chrono::milliseconds delay{0};
 };
 
