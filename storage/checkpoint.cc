@@ -107,6 +107,10 @@ class IndexSax : public nlohmann::json_sax<nlohmann::json> {
 };
 
 Result<std::vector<Placement>> parse_index(std::string_view json, const std::string& file) {
+  // The JSON library takes a zero byte for the end of the text and would not look at what follows.
+  if (const size_t zero = json.find('\0'); zero != std::string_view::npos) {
+    return corrupt(fmt::format("{}: not valid JSON near byte {}", file, zero));
+  }
   IndexSax sax(file);
   if (!nlohmann::json::sax_parse(json.begin(), json.end(), &sax)) {
     return sax.status.ok() ? corrupt(fmt::format("{}: not valid JSON", file)) : sax.status;

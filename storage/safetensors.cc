@@ -346,6 +346,10 @@ Result<std::vector<TensorInfo>> parse_safetensors_header(std::string_view json, 
     return corrupt(fmt::format("{}: a safetensors header begins with {{, found {}", file_name,
                                json.empty() ? "nothing" : shown(json.substr(0, 1))));
   }
+  // The JSON library takes a zero byte for the end of the text and would not look at what follows.
+  if (const size_t zero = json.find('\0'); zero != std::string_view::npos) {
+    return corrupt(fmt::format("{}: safetensors header: not valid JSON near byte {} of the header", file_name, zero));
+  }
   HeaderSax sax(file_name, metadata);
   if (!nlohmann::json::sax_parse(json.begin(), json.end(), &sax)) {
     if (!sax.status.ok()) return sax.status;
