@@ -1,0 +1,37 @@
+// Driving one Generation for a person or a script: streams text, shows prefill progress, obeys Ctrl-C.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "model/generate.h"
+#include "tools/cli.h"
+
+namespace firn::tools {
+
+struct StreamTo {
+  bool text = true;        // content to stdout as it comes
+  bool reasoning = false;  // reasoning to stderr as it comes
+  bool progress = true;    // prefill progress on stderr
+};
+
+// Runs to the end, or to the first Ctrl-C (then cancels and returns kCancelled; what was said stays in `generation`).
+Status drive(model::Generation* generation, const StreamTo& to);
+
+// The JSON object of cli.md for `firn run`, without `evidence`.
+nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Generation& generation, bool prompt_ids,
+                                   const std::vector<int32_t>& prompt);
+
+// Peak resident memory of this process so far.
+int64_t peak_rss_bytes();
+
+// Which blocks of the prompt the answer's tokens chose, most often first: for --evidence.
+struct Evidence {
+  int64_t block = 0, token_begin = 0, token_end = 0;
+  double share = 0;  // of all choices that were not the query's own block
+  std::string text;
+};
+std::vector<Evidence> find_evidence(const model::Engine& engine, const model::Generation& generation,
+                                    const std::vector<int32_t>& prompt, size_t most);
+
+}  // namespace firn::tools

@@ -1,0 +1,370 @@
+// `firn run`: answers once, or chats when there is no prompt and stdin is a terminal.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <iterator>
+#include <random>
+
+#include "storage/safetensors.h"
+#include "tools/answer.h"
+#include "tools/chat.h"
+#include "tools/engine_options.h"
+
+namespace firn::tools {
+
+namespace {
+
+using storage::FileSystem;
+
+constexpr int64_t kMostTextBytes = int64_t{1} << 30;
+
+struct RunFlags {
+  EngineFlags engine;
+  std::string prompt, prompt_file, system, messages, tokens, thinking, session, logits;
+  std::vector<std::string> files, stops;
+  bool raw = false, greedy = false, ignore_eos = false, evidence = false, stats = false;
+  int64_t max_tokens = -1, top_k = -1;
+  double temperature = -1, top_p = -1, min_p = 0;
+  int64_t seed = -1;
+  bool has_prompt = false;
+};
+
+std::string base_name(const std::string& path) { return path.substr(path.find_last_of('/') + 1); }
+
+// Text of a file as UTF-8; broken bytes are replaced, which is said once.
+Result<std::string> read_utf8(const std::string& path) {
+  FIRN_ASSIGN(const std::string raw, storage::read_text_file(FileSystem::real(), path, kMostTextBytes));
+  int64_t replaced = 0;
+  std::string text = model::sanitize_utf8(raw, &replaced);
+  if (replaced > 0) {
+    std::fprintf(stderr, "firn: %s: %lld invalid UTF-8 sequences replaced by U+FFFD\n", path.c_str(),
+                 static_cast<long long>(replaced));
+  }
+  return text;
+}
+
+Result<std::string> read_prompt(const RunFlags& flags) {
+  if (flags.prompt_file.empty()) {
+    int64_t replaced = 0;
+    return model::sanitize_utf8(flags.prompt, &replaced);
+  }
+  if (flags.prompt_file != "-") return read_utf8(flags.prompt_file);
+  std::string raw;
+  char buffer[65536];
+  for (size_t n; (n = std::fread(buffer, 1, sizeof(buffer), stdin)) > 0;) raw.append(buffer, n);
+  int64_t replaced = 0;
+  std::string text = model::sanitize_utf8(raw, &replaced);
+  if (replaced > 0) {
+    std::fprintf(stderr, "firn: standard input: %lld invalid UTF-8 sequences replaced by U+FFFD\n",
+                 static_cast<long long>(replaced));
+  }
+  return text;
+}
+
+// One document: its text, a blank line, the question. Several: each under a line with its name.
+Result<std::string> with_documents(const RunFlags& flags, const std::string& question) {
+  std::string text;
+  for (const std::string& path : flags.files) {
+    FIRN_ASSIGN(const std::string document, read_utf8(path));
+    if (flags.files.size() > 1) text += base_name(path) + "\n";
+    text += document + "\n\n";
+  }
+  return text + question;
+}
+
+Result<std::vector<int32_t>> read_token_ids(const std::string& path) {
+  FIRN_ASSIGN(const std::string text, storage::read_text_file(FileSystem::real(), path, kMostTextBytes));
+  const auto json = nlohmann::json::parse(text, nullptr, false);
+  const nlohmann::json* list = &json;
+  if (json.is_object() && json.contains("ids")) list = &json["ids"];
+  if (!list->is_array()) return invalid(path + ": expected a JSON list of token ids, or {\"ids\": [...]}");
+  std::vector<int32_t> ids;
+  for (const auto& item : *list) {
+    if (!item.is_number_integer() || item.get<double>() < 0 || item.get<double>() > 2147483647.0) {
+      return invalid(fmt::format("{}: entry {} is {}: expected a token id", path, ids.size(), item.dump()));
+    }
+    ids.push_back(item.get<int32_t>());
+  }
+  return ids;
+}
+
+Result<model::Thinking> parse_thinking(const std::string& text) {
+  if (text.empty() || text == "adaptive") return model::Thinking::kAdaptive;
+  if (text == "enabled") return model::Thinking::kEnabled;
+  if (text == "disabled") return model::Thinking::kDisabled;
+  return invalid("--thinking " + text + ": expected enabled, disabled or adaptive");
+}
+
+int check_flags(const RunFlags& f) {
+  if (const int code = check_engine_flags(f.engine); code != 0) return code;
+  if (!f.session.empty()) return usage_error("--session: saving and reopening sessions is not in this version");
+  const int sources = int{!f.messages.empty()} + int{!f.tokens.empty()} + int{f.has_prompt};
+  if (sources > 1) return usage_error("give one of --prompt/--prompt-file, --messages and --tokens");
+  if (!f.tokens.empty() && (!f.files.empty() || !f.system.empty())) {
+    return usage_error("--tokens is the whole prompt: --file and --system do not go with it");
+  }
+  if (!f.messages.empty() && (!f.files.empty() || !f.system.empty())) {
+    return usage_error("--messages holds the whole conversation: put --file and --system text into it");
+  }
+  if (f.raw && (!f.system.empty() || !f.messages.empty())) {
+    return usage_error("--raw uses no chat template: --system and --messages do not go with it");
+  }
+  if (f.greedy && f.temperature > 0) return usage_error("--greedy and --temperature above 0 contradict each other");
+  if (f.max_tokens == 0 || f.max_tokens < -1) return usage_error("--max-tokens: expected 1 or more");
+  if (!parse_thinking(f.thinking).ok()) return usage_error(parse_thinking(f.thinking).status().message());
+  for (const std::string& stop : f.stops) {
+    if (stop.empty()) return usage_error("--stop: an empty string would stop at once");
+  }
+  return 0;
+}
+
+model::SamplingOptions sampling(const RunFlags& f, const model::ModelConfig& c) {
+  model::SamplingOptions s;
+  s.temperature = f.greedy ? 0.0 : f.temperature >= 0 ? f.temperature : c.temperature;
+  s.top_p = f.top_p >= 0 ? f.top_p : c.top_p;
+  s.top_k = f.top_k >= 0 ? f.top_k : c.top_k;
+  s.min_p = f.min_p;
+  s.seed = f.seed >= 0 ? static_cast<uint64_t>(f.seed) : std::random_device{}();
+  return s;
+}
+
+// What is known to be wrong before a model is loaded, and the conversation if there is one.
+struct Prompt {
+  model::Conversation conversation;
+  bool templated = false;
+  std::string raw_text;
+  std::vector<int32_t> ids;
+};
+
+Result<Prompt> build_prompt(const RunFlags& f) {
+  Prompt p;
+  FIRN_ASSIGN(p.conversation.thinking, parse_thinking(f.thinking));
+  if (!f.tokens.empty()) {
+    FIRN_ASSIGN(p.ids, read_token_ids(f.tokens));
+    if (p.ids.empty()) return invalid(f.tokens + ": the list of token ids is empty: there is nothing to answer");
+    return p;
+  }
+  if (!f.messages.empty()) {
+    FIRN_ASSIGN(const std::string text, storage::read_text_file(FileSystem::real(), f.messages, kMostTextBytes));
+    auto json = model::parse_json(text);
+    if (!json.ok()) return json.status().with_context(f.messages);
+    auto conversation = model::parse_conversation(*json);
+    if (!conversation.ok()) return conversation.status().with_context(f.messages);
+    const model::Thinking asked = p.conversation.thinking;
+    p.conversation = std::move(conversation).value();
+    if (!f.thinking.empty()) p.conversation.thinking = asked;
+    p.conversation.add_generation_prompt = true;
+    if (p.conversation.has_media()) {
+      return unsupported(f.messages + ": holds an image or video: this version reads text only");
+    }
+    p.templated = true;
+    return p;
+  }
+  FIRN_ASSIGN(const std::string question, read_prompt(f));
+  if (question.find_first_not_of(" \t\r\n") == std::string::npos && f.files.empty()) {
+    return invalid("the prompt is empty: there is nothing to answer");
+  }
+  FIRN_ASSIGN(std::string text, with_documents(f, question));
+  if (f.raw) {
+    p.raw_text = std::move(text);
+    return p;
+  }
+  if (!f.system.empty()) {
+    int64_t replaced = 0;
+    model::Message system;
+    system.role = "system";
+    system.content.push_back({model::Part::Kind::kText, model::sanitize_utf8(f.system, &replaced)});
+    p.conversation.messages.push_back(std::move(system));
+  }
+  model::Message user;
+  user.role = "user";
+  user.content.push_back({model::Part::Kind::kText, std::move(text)});
+  p.conversation.messages.push_back(std::move(user));
+  p.templated = true;
+  return p;
+}
+
+Status to_ids(const model::Engine& engine, Prompt* p) {
+  if (!p->ids.empty()) return {};
+  if (engine.tokenizer() == nullptr) {
+    return engine.tokenizer_status().with_context("text needs the checkpoint's tokenizer (or give ids with --tokens)");
+  }
+  if (!p->templated) {
+    p->ids = engine.tokenizer()->encode(p->raw_text);
+    return {};
+  }
+  FIRN_ASSIGN(const auto pieces, model::render(p->conversation));
+  p->ids = engine.tokenizer()->encode(pieces);
+  return {};
+}
+
+Status write_logits(const std::string& path, const model::Generation& generation, int64_t vocab) {
+  const auto& rows = generation.kept_logits();
+  FIRN_ASSIGN(auto writer, storage::SafetensorsWriter::create(
+                               path, {{"logits", DType::kF32, {static_cast<int64_t>(rows.size()), vocab}}}));
+  for (const auto& row : rows) FIRN_TRY(writer.append(row.data(), static_cast<int64_t>(row.size() * sizeof(float))));
+  return writer.finish();
+}
+
+void print_stats(const model::Engine& engine, const model::Generation& g) {
+  const auto& t = g.timings();
+  const int64_t computed = g.prompt_tokens() - g.cached_tokens();
+  const int64_t n = static_cast<int64_t>(g.token_ids().size());
+  std::fprintf(
+      stderr, "%s\n",
+      fmt::format(
+          "prompt {} tokens ({} reused) in {:.2f} s, {:.1f} tok/s | answer {} tokens in {:.2f} s, {:.1f} tok/s | "
+          "peak memory {:.1f} MiB | {}",
+          g.prompt_tokens(), g.cached_tokens(), t.prefill_s,
+          t.prefill_s > 0 ? static_cast<double>(computed) / t.prefill_s : 0.0, n, t.decode_s,
+          t.decode_s > 0 ? static_cast<double>(n - 1) / t.decode_s : 0.0,
+          static_cast<double>(peak_rss_bytes()) / 1048576.0, model::finish_name(g.finish()))
+          .c_str());
+  const KernelStats& k = engine.kernel_stats();
+  if (k.index_blocks_scored > 0) {
+    std::fprintf(stderr, "%s\n",
+                 fmt::format("index: {} blocks scored, {} of them rescored exactly", k.index_blocks_scored,
+                             k.index_blocks_rescored)
+                     .c_str());
+  }
+}
+
+int run_once(const RunFlags& f, const Globals& globals) {
+  auto prompt = build_prompt(f);
+  if (prompt.status().code() == Code::kUnsupported) return usage_error(prompt.status().message());
+  if (!prompt.ok()) return report(prompt.status());
+  auto engine = open_engine(f.engine, globals);
+  if (!engine.ok()) return report(engine.status());
+  if (Status s = to_ids(**engine, &*prompt); !s.ok()) return report(s);
+
+  model::GenerateRequest request;
+  request.prompt = prompt->ids;
+  request.max_tokens = f.max_tokens;
+  request.context = f.engine.ctx;
+  request.sampling = sampling(f, (*engine)->config());
+  request.stops = f.stops;
+  request.ignore_eos = f.ignore_eos;
+  request.parse = prompt->templated;
+  request.thinking = prompt->conversation.thinking;
+  request.tools = prompt->conversation.tools;
+  request.keep_logits = !f.logits.empty();
+  request.capture_blocks = f.evidence;
+  model::Session session = (*engine)->new_session();
+  auto generation = model::Generation::start(engine->get(), &session, std::move(request));
+  if (!generation.ok()) return report(generation.status());
+
+  StreamTo to;
+  to.text = !globals.json;
+  to.reasoning = !globals.json && isatty(STDERR_FILENO) != 0;
+  to.progress = !globals.quiet;
+  const Status status = drive(generation->get(), to);
+  const model::Generation& g = **generation;
+  if (!globals.json) std::fputc('\n', stdout);
+  if (status.ok() && !f.logits.empty()) {
+    if (Status s = write_logits(f.logits, g, (*engine)->config().vocab); !s.ok()) return report(s);
+  }
+  std::vector<Evidence> evidence;
+  if (f.evidence) evidence = find_evidence(**engine, g, prompt->ids, 5);
+  if (globals.json) {
+    auto j = answer_json(**engine, g, f.raw || !f.tokens.empty(), prompt->ids);
+    if (f.evidence) {
+      j["evidence"] = nlohmann::ordered_json::array();
+      for (const Evidence& e : evidence) {
+        j["evidence"].push_back({{"block", e.block},
+                                 {"token_begin", e.token_begin},
+                                 {"token_end", e.token_end},
+                                 {"share", e.share},
+                                 {"text", e.text}});
+      }
+    }
+    std::puts(j.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  } else {
+    for (const model::ToolCall& call : g.tool_calls()) {
+      std::printf("[tool call] %s(%s)\n", call.name.c_str(), call.arguments.dump().c_str());
+    }
+    if (f.evidence) {
+      std::fputs(evidence.empty() ? "evidence: none (no block beyond the answer's own was chosen)\n" : "evidence:\n",
+                 stderr);
+    }
+    for (const Evidence& e : evidence) {
+      std::fprintf(stderr, "  %4.1f %% of choices, tokens %lld to %lld: %s\n", 100 * e.share,
+                   static_cast<long long>(e.token_begin), static_cast<long long>(e.token_end), e.text.c_str());
+    }
+  }
+  if (f.stats) print_stats(**engine, g);
+  return status.ok() ? 0 : report(status);
+}
+
+int run_conversation(const RunFlags& f, const Globals& globals) {
+  auto engine = open_engine(f.engine, globals);
+  if (!engine.ok()) return report(engine.status());
+  if ((*engine)->tokenizer() == nullptr) {
+    return report((*engine)->tokenizer_status().with_context("a chat needs the checkpoint's tokenizer"));
+  }
+  ChatOptions options;
+  options.request.max_tokens = f.max_tokens;
+  options.request.context = f.engine.ctx;
+  options.request.sampling = sampling(f, (*engine)->config());
+  options.request.stops = f.stops;
+  auto thinking = parse_thinking(f.thinking);
+  options.request.thinking = options.conversation.thinking = *thinking;
+  if (!f.system.empty()) {
+    model::Message system;
+    system.role = "system";
+    system.content.push_back({model::Part::Kind::kText, f.system});
+    options.conversation.messages.push_back(std::move(system));
+  }
+  return run_chat(engine->get(), options, globals);
+}
+
+}  // namespace
+
+Runner add_run(CLI::App& app, const Globals& globals) {
+  auto flags = std::make_shared<RunFlags>();
+  RunFlags& f = *flags;
+  add_engine_flags(app, &f.engine);
+  auto* prompt = app.add_option("--prompt", f.prompt, "the question or message");
+  auto* prompt_file = app.add_option("--prompt-file", f.prompt_file, "read it from a file, or - for standard input");
+  prompt->excludes(prompt_file);
+  app.add_option("--file", f.files, "a document to put before the prompt; may be given several times");
+  app.add_option("--system", f.system, "system message");
+  app.add_option("--messages", f.messages, "OpenAI message list (JSON file), tools allowed");
+  app.add_flag("--raw", f.raw, "no chat template: the prompt as it is");
+  app.add_option("--tokens", f.tokens, "token ids (JSON file) as the whole prompt");
+  app.add_option("--max-tokens", f.max_tokens, "most tokens of the answer; default: what is left of the context");
+  app.add_option("--temperature", f.temperature, "0 = greedy; default: the checkpoint's")
+      ->check(CLI::Range(0.0, 100.0));
+  app.add_option("--top-p", f.top_p, "default: the checkpoint's")->check(CLI::Range(0.0, 1.0));
+  app.add_option("--top-k", f.top_k, "0 = off; filters apply in the order temperature, top-k, top-p, min-p")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 30));
+  app.add_option("--min-p", f.min_p)->check(CLI::Range(0.0, 1.0));
+  app.add_option("--seed", f.seed, "same seed, same answer; default: a new one each time")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--stop", f.stops, "end the answer before this text; may be given several times");
+  app.add_flag("--greedy", f.greedy, "always the most probable token");
+  app.add_flag("--ignore-eos", f.ignore_eos, "go on after the end token, up to --max-tokens");
+  app.add_option("--thinking", f.thinking, "enabled, disabled or adaptive");
+  app.add_option("--session", f.session, "reopen or create a saved session (not in this version)");
+  app.add_flag("--evidence", f.evidence, "show which passages the answer's block choices used");
+  app.add_option("--logits", f.logits, "write the fp32 logits of every generated step to a safetensors file");
+  app.add_flag("--stats", f.stats, "speed and memory at the end");
+  return [flags, prompt, prompt_file, &globals] {
+    RunFlags& run = *flags;
+    run.has_prompt = prompt->count() > 0 || prompt_file->count() > 0;
+    if (const int code = check_flags(run); code != 0) return code;
+    const bool asked = run.has_prompt || !run.messages.empty() || !run.tokens.empty();
+    if (!asked && isatty(STDIN_FILENO) != 0 && !globals.json) {
+      if (!run.files.empty())
+        return usage_error("--file needs a question: add --prompt, or start the chat and use /file");
+      return run_conversation(run, globals);
+    }
+    if (!asked && run.files.empty()) {
+      return usage_error("no prompt: give --prompt, --prompt-file, --messages or --tokens (a chat needs a terminal)");
+    }
+    return run_once(run, globals);
+  };
+}
+
+}  // namespace firn::tools

@@ -1,0 +1,30 @@
+// The engine options of cli.md, shared by every command that loads a model.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model/engine.h"
+#include "tools/cli.h"
+
+namespace firn::tools {
+
+struct EngineFlags {
+  std::string model, device = "auto", ram, vram, kv_ram, kv_vram, expert_ram, kv_disk, prefetch = "auto",
+                     kv_dtype = "bf16", trace;
+  std::vector<std::string> kv_dir;
+  int threads = 0;
+  int64_t ctx = 0, wave = 0;
+  bool precise = false;
+};
+
+void add_engine_flags(CLI::App& app, EngineFlags* flags);
+
+// Exit code 2 with a message when a flag's value is wrong or its feature is not in this version, else 0.
+int check_engine_flags(const EngineFlags& flags);
+
+// Loads the model with a progress bar; prints the first line to stderr. REQUIRES check_engine_flags() == 0.
+Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& flags, const Globals& globals);
+
+}  // namespace firn::tools
