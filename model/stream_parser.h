@@ -18,7 +18,7 @@ struct StreamEvent {
   enum class Kind : uint8_t { kReasoning, kContent, kToolCall };
   Kind kind = Kind::kContent;
   std::string text;  // kReasoning, kContent: the next piece, whole UTF-8 characters
-  ToolCall call;     // kToolCall: a complete call; arguments typed by the tool's schema where it has one
+  ToolCall call;     // kToolCall: a complete call, its id random; arguments typed by the tool's schema where it has one
 };
 
 class StreamParser {
@@ -36,6 +36,8 @@ class StreamParser {
   bool in_tool_block() const;
   int64_t calls() const;
   const std::string& raw_unfinished() const;
+  // Not ok once a call was nested more than 128 levels deep: the rest of the output is not read.
+  const Status& status() const;
 
  private:
   struct State;
