@@ -93,6 +93,9 @@ size_t ToolBlockParser::consume(std::string_view all, std::vector<ToolCall>* cal
 }
 
 void ToolBlockParser::text(std::string_view text) {
+  if (raw_.empty()) {  // between calls
+    while (!text.empty() && is_blank(text.front())) text.remove_prefix(1);
+  }
   raw_ += text;
   if (!open_.empty()) open_.back().node.text += text;
 }
