@@ -84,6 +84,7 @@ class CpuOps final : public Ops {
   uint64_t failed_ticket_ = 0;
   KernelStats stats_;
   Buffer scratch_[kScratchCount];
+  std::shared_ptr<class GemmCache> gemms_;  // made by the first product; cpu/gemm.h
 };
 
 }  // namespace firn::cpu

@@ -1,0 +1,175 @@
+// CpuOps::linear and CpuOps::mlp: which path each product takes (the rule of cpu_ops.h), and where inputs and
+// activations lie between the two halves of an MLP.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/cpu_ops.h"
+#include "cpu/linear_products.h"
+#include "fmt/format.h"
+
+namespace firn::cpu {
+namespace {
+
+int64_t padded(int64_t n) { return (n + kXPad - 1) / kXPad * kXPad; }
+
+LinearPath choose_path(DType act, int64_t rows) {
+  if (rows <= kFewRows) return LinearPath::kDot;
+  return act == DType::kF32 ? LinearPath::kDotMany : LinearPath::kGemm;
+}
+
+// f32 weights are never rounded: their products stay f32.
+GemmType choose_type(Isa isa, std::initializer_list<WeightFormat> formats) {
+  for (const WeightFormat f : formats) {
+    if (f == WeightFormat::kF32) return GemmType::kF32;
+  }
+  return gemm_type(isa);
+}
+
+bool wants_float(LinearPath path, GemmType type) { return path != LinearPath::kGemm || type == GemmType::kF32; }
+
+// The view already is what the f32 kernels read.
+bool is_padded_float(const ConstMatrixView& x) { return x.dtype == DType::kF32 && x.cols % kXPad == 0; }
+
+void check_input(const ConstMatrixView& x) {
+  FIRN_CHECK(x.dtype == DType::kF32 || x.dtype == DType::kBf16, "inputs of products are f32 or bf16");
+}
+
+void check_weight(const WeightView& w, int64_t k) {
+  FIRN_CHECK(w.cols == k, fmt::format("a weight with {} inputs meets rows of {}", w.cols, k));
+  const int64_t group = weight_scale_group(w.format);
+  FIRN_CHECK(group == 0 || k % group == 0, fmt::format("{} inputs are no multiple of a scale's {}", k, group));
+  FIRN_CHECK(group == 0 || w.scales != nullptr, "a weight has lost its scales");
+}
+
+}  // namespace
+
+Ticket CpuOps::linear(const LinearParams& p) {
+  if (failed()) return done();
+  FIRN_CHECK(p.weights.size() == p.outs.size(), "one output a weight");
+  if (p.x.rows == 0 || p.weights.empty()) return done();
+  check_input(p.x);
+  if (gemms_ == nullptr) gemms_ = std::make_shared<GemmCache>();
+  const LinearContext context = {team_, &linear_kernels(isa_), gemms_.get(), isa_ >= Isa::kAmx,
+                                 [this](int64_t bytes) { return scratch(kTiles, bytes); }};
+  const LinearPath path = choose_path(p.x.dtype, p.x.rows);
+  std::vector<Product> products;
+  bool any_float = false;
+  for (size_t j = 0; j < p.weights.size(); ++j) {
+    const WeightView& w = p.weights[j];
+    const MatrixView& out = p.outs[j];
+    check_weight(w, p.x.cols);
+    FIRN_CHECK(out.dtype == DType::kF32 && out.rows == p.x.rows && out.cols == w.rows, "output of a product: shape");
+    const GemmType type = choose_type(isa_, {w.format});
+    any_float = any_float || wants_float(path, type);
+    products.push_back({w, path, type, nullptr, nullptr, 0, p.x.rows, static_cast<float*>(out.data), out.stride});
+  }
+  const float* x_f32 = static_cast<const float*>(p.x.data);
+  int64_t stride = p.x.stride;
+  if (any_float && !is_padded_float(p.x)) {
+    stride = padded(p.x.cols);
+    auto* const wide = reinterpret_cast<float*>(scratch(kXFloat, p.x.rows * stride * 4));
+    if (wide == nullptr) return done();
+    widen_rows(context, p.x, wide, stride);
+    x_f32 = wide;
+  }
+  for (Product& product : products) {
+    if (wants_float(path, product.type)) {
+      product.x_f32 = x_f32;
+      product.x_stride = stride;
+    } else {
+      product.x_bf16 = static_cast<const uint16_t*>(p.x.data);
+      product.x_stride = p.x.stride;
+    }
+  }
+  const Status status = run_products(context, products);
+  return status.ok() || status.code() == Code::kNoMemory ? done() : fail(status);
+}
+
+Ticket CpuOps::mlp(const MlpParams& p) {
+  if (failed()) return done();
+  if (gemms_ == nullptr) gemms_ = std::make_shared<GemmCache>();
+  const LinearContext context = {team_, &linear_kernels(isa_), gemms_.get(), isa_ >= Isa::kAmx,
+                                 [this](int64_t bytes) { return scratch(kTiles, bytes); }};
+  // Rows of tasks that work in float lie one after another in f32 scratch, the others' activations in bf16 scratch.
+  struct Plan {
+    const MlpTask* task;
+    LinearPath path;
+    GemmType type;
+    bool as_float;
+    int64_t x_at, act_at;  // elements
+  };
+  std::vector<Plan> plans;
+  const bool act_f32 = p.x.dtype == DType::kF32;
+  int64_t x_floats = 0, act_floats = 0, act_halves = 0;
+  for (const MlpTask& task : p.tasks) {
+    if (task.n_rows == 0) continue;
+    check_input(p.x);
+    check_weight(task.gate, p.x.cols);
+    check_weight(task.up, p.x.cols);
+    check_weight(task.down, task.gate.rows);
+    FIRN_CHECK(task.up.rows == task.gate.rows && task.down.rows == p.out.cols, "shapes of an MLP's weights disagree");
+    FIRN_CHECK(task.row_begin >= 0 && task.n_rows > 0 && task.row_begin + task.n_rows <= p.x.rows &&
+                   task.row_begin + task.n_rows <= p.out.rows && p.out.dtype == DType::kF32,
+               "an MLP task's rows lie outside the call's");
+    Plan plan = {&task,
+                 choose_path(p.x.dtype, task.n_rows),
+                 choose_type(isa_, {task.gate.format, task.up.format, task.down.format}),
+                 false,
+                 0,
+                 0};
+    plan.as_float = wants_float(plan.path, plan.type);
+    int64_t& acts = plan.as_float ? act_floats : act_halves;
+    plan.act_at = acts;
+    acts += task.n_rows * padded(task.gate.rows);
+    if (plan.as_float && !is_padded_float(p.x)) {
+      plan.x_at = x_floats;
+      x_floats += task.n_rows * padded(p.x.cols);
+    }
+    plans.push_back(plan);
+  }
+  if (plans.empty()) return done();
+  auto* const x_wide = reinterpret_cast<float*>(x_floats == 0 ? nullptr : scratch(kXFloat, x_floats * 4));
+  auto* const acts_f32 = reinterpret_cast<float*>(act_floats == 0 ? nullptr : scratch(kGateUp, act_floats * 4));
+  auto* const acts_bf16 = reinterpret_cast<uint16_t*>(act_halves == 0 ? nullptr : scratch(kAct, act_halves * 2));
+  if (failed()) return done();
+
+  std::vector<GatedProduct> gated;
+  std::vector<Product> downs;
+  for (const Plan& plan : plans) {
+    const MlpTask& task = *plan.task;
+    const ConstMatrixView x = p.x.slice_rows(task.row_begin, task.n_rows);
+    const int64_t act_stride = padded(task.gate.rows);
+    GatedProduct g;
+    g.gate = {task.gate, plan.path, plan.type, nullptr, nullptr, 0, task.n_rows, nullptr, 0};
+    g.up = task.up;
+    g.act_stride = act_stride;
+    Product down = {task.down, plan.path, plan.type, nullptr, nullptr, act_stride, task.n_rows, nullptr, p.out.stride};
+    down.out = static_cast<float*>(p.out.row(task.row_begin));
+    if (!plan.as_float) {
+      g.gate.x_bf16 = static_cast<const uint16_t*>(x.data);
+      g.gate.x_stride = x.stride;
+      down.x_bf16 = g.act_bf16 = acts_bf16 + plan.act_at;
+    } else {
+      if (is_padded_float(x)) {
+        g.gate.x_f32 = static_cast<const float*>(x.data);
+        g.gate.x_stride = x.stride;
+      } else {
+        g.gate.x_stride = padded(x.cols);
+        widen_rows(context, x, x_wide + plan.x_at, g.gate.x_stride);
+        g.gate.x_f32 = x_wide + plan.x_at;
+      }
+      down.x_f32 = g.act_f32 = acts_f32 + plan.act_at;
+      g.round_to_bf16 = !act_f32;
+      for (int64_t r = 0; r < task.n_rows; ++r) {
+        std::fill(g.act_f32 + r * act_stride + task.gate.rows, g.act_f32 + (r + 1) * act_stride, 0.0f);
+      }
+    }
+    gated.push_back(g);
+    downs.push_back(down);
+  }
+  Status status = run_gated(context, gated, p.activation);
+  if (status.ok()) status = run_products(context, downs);
+  return status.ok() || status.code() == Code::kNoMemory ? done() : fail(status);
+}
+
+}  // namespace firn::cpu
