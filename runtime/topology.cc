@@ -99,13 +99,15 @@ BitmapPtr allowed_cpus(hwloc_topology_t topology, const TopologyOptions& options
   return allowed;
 }
 
-// hwloc gives a node without processors the CPUs of whatever it hangs below, up to the whole machine. So a node has
-// processors of its own unless its set is empty or strictly holds another node's.
+// hwloc gives a node without processors (CXL, HBM in flat mode) no CPUs, or those of the nodes it serves, or the whole
+// machine's. So a node has processors of its own unless its set is empty, strictly holds another node's, or equals that
+// of an earlier node: the kernel numbers the nodes that have processors first.
 bool has_own_cpus(hwloc_topology_t topology, hwloc_obj_t node) {
   if (hwloc_bitmap_iszero(node->cpuset)) return false;
   for (hwloc_obj_t other = nullptr; (other = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_NUMANODE, other));) {
-    if (other != node && !hwloc_bitmap_iszero(other->cpuset) && !hwloc_bitmap_isequal(other->cpuset, node->cpuset) &&
-        hwloc_bitmap_isincluded(other->cpuset, node->cpuset)) {
+    if (other == node || hwloc_bitmap_iszero(other->cpuset)) continue;
+    const bool equal = hwloc_bitmap_isequal(other->cpuset, node->cpuset) != 0;
+    if (equal ? other->os_index < node->os_index : hwloc_bitmap_isincluded(other->cpuset, node->cpuset) != 0) {
       return false;
     }
   }
