@@ -1,0 +1,144 @@
+// Index kernels on matrix tiles (AMX-BF16): 16 keys as they lie in memory times 16 queries.
+//
+// Keys are the left factor, so nothing of them is repacked; queries are packed once a call, pairs of dims interleaved,
+// as the right factor. A product tile holds [16 keys][16 queries], so a maximum over keys is one vector operation a
+// row. Each call configures the tiles and releases them: other users of tiles (oneDNN) on the same thread do likewise.
+#include "cpu/index_kernels.h"
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own header writes "undefined" vectors as self-initialised ones and then warns of them where they are
+// inlined.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+namespace firn::cpu {
+namespace {
+
+constexpr int64_t kTile = 16;      // keys, queries and pairs of dims a tile
+constexpr int64_t kTileDims = 32;  // bf16 a row of a tile
+constexpr int64_t kTileBytes = 1024;
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+int64_t packed_query_bytes(int64_t dim, int64_t n_queries) {
+  return (n_queries + kTile - 1) / kTile * (dim / kTileDims) * kTileBytes;
+}
+
+// [query tile][dim tile][pair of dims][query][2]; queries past n_queries are zero.
+void pack_queries(const float* q, int64_t n_queries, int64_t dim, void* out) {
+  uint16_t* to = static_cast<uint16_t*>(out);
+  for (int64_t first = 0; first < n_queries; first += kTile) {
+    for (int64_t d = 0; d < dim; d += 2) {
+      for (int64_t i = 0; i < kTile; ++i) {
+        for (int64_t e = 0; e < 2; ++e) {
+          uint32_t bits = 0;
+          if (first + i < n_queries) __builtin_memcpy(&bits, q + (first + i) * dim + d + e, 4);
+          *to++ = static_cast<uint16_t>(bits >> 16);
+        }
+      }
+    }
+  }
+}
+
+inline __m512 raise_by_rows(__m512 largest, const float* c) {
+  // A NaN in the first operand of max leaves the second.
+  for (int64_t r = 0; r < kTile; ++r) largest = _mm512_max_ps(_mm512_loadu_ps(c + r * kTile), largest);
+  return largest;
+}
+
+// One tile of queries.
+inline void maxima_one(const char* keys, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {
+  const int64_t row_bytes = dim * 2;
+  __m512 largest = _mm512_set1_ps(-__builtin_inff());
+  for (int64_t t = 0; t < n_keys; t += 2 * kTile) {
+    const bool pair = t + kTile < n_keys;
+    const char* first = keys + t * row_bytes;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t d = 0; d < dim / kTileDims; ++d) {
+      _tile_loadd(6, q + d * kTileBytes, 64);
+      _tile_loadd(4, first + d * 64, row_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if (pair) {
+        _tile_loadd(5, first + kTile * row_bytes + d * 64, row_bytes);
+        _tile_dpbf16ps(1, 5, 6);
+      }
+    }
+    _tile_stored(0, c, 64);
+    if (pair) _tile_stored(1, c + 256, 64);
+    largest = raise_by_rows(largest, c);
+    if (pair) largest = raise_by_rows(largest, c + 256);
+  }
+  _mm512_storeu_ps(out, largest);
+}
+
+// Two tiles of queries.
+inline void maxima_two(const char* keys, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {
+  const int64_t row_bytes = dim * 2, q_step = dim / kTileDims * kTileBytes;
+  __m512 low = _mm512_set1_ps(-__builtin_inff()), high = low;
+  for (int64_t t = 0; t < n_keys; t += 2 * kTile) {
+    const bool pair = t + kTile < n_keys;
+    const char* first = keys + t * row_bytes;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < dim / kTileDims; ++d) {
+      _tile_loadd(6, q + d * kTileBytes, 64);
+      _tile_loadd(7, q + q_step + d * kTileBytes, 64);
+      _tile_loadd(4, first + d * 64, row_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (pair) {
+        _tile_loadd(5, first + kTile * row_bytes + d * 64, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, c, 64);
+    _tile_stored(1, c + 256, 64);
+    low = raise_by_rows(low, c);
+    high = raise_by_rows(high, c + 256);
+    if (pair) {
+      _tile_stored(2, c + 512, 64);
+      _tile_stored(3, c + 768, 64);
+      low = raise_by_rows(low, c + 512);
+      high = raise_by_rows(high, c + 768);
+    }
+  }
+  _mm512_storeu_ps(out, low);
+  _mm512_storeu_ps(out + kTile, high);
+}
+
+// The file's flags stop short of AMX: the two configuration instructions need it named.
+__attribute__((target("amx-tile,amx-bf16"))) void block_maxima(const BlockMaximaArgs& a) {
+  const TileConfig config;
+  _tile_loadconfig(&config);
+  float* c = static_cast<float*>(a.scratch);
+  const int64_t q_step = a.dim / kTileDims * kTileBytes;
+  for (int64_t b = 0; b < a.n_blocks; ++b) {
+    const char* keys = static_cast<const char*>(a.blocks[b]);
+    const char* q = static_cast<const char*>(a.q_tiles);
+    float* out = a.out + b * a.out_stride;
+    int64_t i = 0;
+    for (; i + kTile < a.n_queries; i += 2 * kTile) {
+      maxima_two(keys, a.n_keys, a.dim, q + i / kTile * q_step, c, out + i);
+    }
+    if (i < a.n_queries) maxima_one(keys, a.n_keys, a.dim, q + i / kTile * q_step, c, out + i);
+  }
+  _tile_release();
+}
+
+}  // namespace
+
+const IndexTileKernels kIndexTiles = {packed_query_bytes, pack_queries, block_maxima, 2};
+
+}  // namespace firn::cpu
