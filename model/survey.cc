@@ -35,6 +35,13 @@ bool is_float(DType d) { return d == DType::kF32 || d == DType::kBf16 || d == DT
 bool is_exponent(DType d) { return d == DType::kU8 || d == DType::kF8E8m0; }
 bool is_plain(DType d) { return d == DType::kF32 || d == DType::kBf16; }
 
+// "MXFP8": as people write it.
+std::string format_label(WeightFormat format) {
+  std::string name = weight_format_name(format);
+  for (char& c : name) c = static_cast<char>(c >= 'a' && c <= 'z' ? c - 'a' + 'A' : c);
+  return name;
+}
+
 std::string_view last_part(std::string_view name) {
   const size_t dot = name.rfind('.');
   return dot == std::string_view::npos ? name : name.substr(dot + 1);
@@ -166,7 +173,7 @@ class Matcher {
   }
 
   // Companions other than those of the format chosen contradict it.
-  bool no_others(const Companions& c, std::initializer_list<const TensorInfo*> allowed, const char* format) {
+  bool no_others(const Companions& c, std::initializer_list<const TensorInfo*> allowed, const std::string& format) {
     bool clean = true;
     for (const TensorInfo* t : {c.scale_inv, c.scale, c.scale_2, c.global_scale}) {
       if (t == nullptr || std::find(allowed.begin(), allowed.end(), t) != allowed.end()) continue;
@@ -182,7 +189,7 @@ class Matcher {
         "{}: {} is not supported; firn reads BF16, F32, MXFP8, NVFP4 and MXFP4 (compressed-tensors)", c.stem, layout));
   }
 
-  bool group_divides(const Companions& c, const Slot& slot, int64_t group, const char* format) {
+  bool group_divides(const Companions& c, const Slot& slot, int64_t group, const std::string& format) {
     if (slot.shape[1] % group == 0) return true;
     s_.mismatched.push_back(fmt::format("{}: {} needs an input width that is a multiple of {}, found {}", c.stem,
                                         format, group, slot.shape[1]));
@@ -213,7 +220,7 @@ class Matcher {
                     const TensorInfo* scales, const TensorInfo* scalar, bool inverse) {
     const Slot& slot = *found.slot;
     const int64_t group = weight_scale_group(format);
-    const char* name = weight_format_name(format);
+    const std::string name = format_label(format);
     if (!group_divides(c, slot, group, name)) return;
     const int64_t per_byte = format == WeightFormat::kMxfp8 ? 1 : 2;
     const std::vector<int64_t> data_shape = {slot.shape[0], slot.shape[1] / per_byte};
@@ -414,7 +421,7 @@ class Matcher {
       Survey::GroupTotal& group = s_.groups[static_cast<size_t>(f.slot->group)];
       group.parameters += f.parameters;
       group.bytes += f.bytes;
-      const std::string format = weight_format_name(f.format);
+      const std::string format = format_label(f.format);
       if (std::find(group.formats.begin(), group.formats.end(), format) == group.formats.end()) {
         group.formats.push_back(format);
       }
@@ -445,7 +452,7 @@ class Matcher {
     } else if (stranger != nullptr) {
       s_.mismatched.push_back(
           fmt::format("config.json: quantization_config.quant_method is \"{}\", but {} is stored as {}", method,
-                      stranger->data->name, weight_format_name(stranger->format)));
+                      stranger->data->name, format_label(stranger->format)));
     }
   }
 
