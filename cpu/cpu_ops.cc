@@ -1,8 +1,12 @@
 // CpuOps: construction, scratch memory, copies and tickets. The operations are in cpu_ops_*.cc.
 #include "cpu/cpu_ops.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "cpu/attention_rows.h"
+#include "cpu/linear_products.h"
+#include "cpu/rows_scratch.h"
 #include "fmt/format.h"
 
 namespace firn::cpu {
@@ -101,6 +105,23 @@ Ticket CpuOps::zero(void* dst, int64_t bytes) {
     std::memset(to + begin, 0, static_cast<size_t>(end - begin));
   });
   return done();
+}
+
+// An upper bound over both activation types and both product types: inputs widened to float, activations of the gated
+// MLPs, and what the files of the operations need beside them.
+int64_t CpuOps::scratch_bytes(const Limits& limits) const {
+  const int n_threads = team_->size();
+  const int64_t attention_width = limits.heads * limits.head_dim;
+  const int64_t input = std::max(limits.hidden, attention_width), widest = std::max(input, limits.intermediate);
+  const int64_t pad = kXPad;
+  // Rows of a bf16 call that take the few-rows path keep float activations beside the others' bf16 ones.
+  constexpr int64_t kExperts = 512;
+  const int64_t few = std::min(limits.rows, kFewRows * kExperts);
+  const int64_t products = limits.rows * (input + limits.intermediate + 2 * pad) * 4 +
+                           few * (limits.intermediate + pad) * 2 +
+                           linear_tile_bytes(n_threads, widest, isa_ >= Isa::kAmx);
+  return products + rows_scratch_bytes(limits, n_threads) + attention_scratch_bytes(limits, n_threads) +
+         index_scratch_bytes(limits, n_threads) + int64_t{kScratchCount} * 4096;
 }
 
 }  // namespace firn::cpu

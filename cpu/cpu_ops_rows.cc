@@ -11,6 +11,7 @@
 
 #include "cpu/cpu_ops.h"
 #include "cpu/row_kernels.h"
+#include "cpu/rows_scratch.h"
 
 namespace firn::cpu {
 namespace {
@@ -97,6 +98,14 @@ int64_t choose_experts(const float* logits, const char* bias, int64_t n_experts,
 }
 
 }  // namespace
+
+int64_t rows_scratch_bytes(const Ops::Limits& limits, int n_threads) {
+  constexpr int64_t kExperts = 512;  // limits do not name them; M3 has 128
+  const int64_t chunk = std::min(limits.rows, kChunkRows);
+  const int64_t rope = (4 + 4 * chunk) * limits.head_dim;
+  const int64_t router = kExperts * (16 * n_threads + 4 * chunk);
+  return rope + router + 2 * 4096;
+}
 
 Ticket CpuOps::embed(const EmbedParams& p) {
   if (failed()) return done();
