@@ -32,6 +32,14 @@ struct Json {
   std::vector<Json> items;                           // kArray
   std::vector<std::pair<std::string, Json>> members;  // kObject
 
+  // Declared here and defined elsewhere, because clang 14 cannot derive them while a pair of the type is still incomplete.
+  Json();
+  Json(const Json& other);
+  Json(Json&& other) noexcept;
+  Json& operator=(const Json& other);
+  Json& operator=(Json&& other) noexcept;
+  ~Json();
+
   const Json* find(std::string_view key) const;  // kObject only; nullptr if absent
   std::string dump() const;                      // as Python's json.dumps(ensure_ascii=False)
 };

@@ -416,6 +416,13 @@ void write_value(const Json& value, std::string* out) {
 
 }  // namespace
 
+Json::Json() = default;
+Json::Json(const Json& other) = default;
+Json::Json(Json&& other) noexcept = default;
+Json& Json::operator=(const Json& other) = default;
+Json& Json::operator=(Json&& other) noexcept = default;
+Json::~Json() = default;
+
 const Json* Json::find(std::string_view key) const {
   for (const auto& [name, value] : members) {
     if (name == key) return &value;
