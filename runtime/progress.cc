@@ -2,6 +2,7 @@
 #include "runtime/progress.h"
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,20 +25,24 @@ int64_t steady_now() {
       .count();
 }
 
+int terminal_columns() {
+  winsize size{};
+  return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
 }  // namespace
 
-Progress::Progress(std::string label, int64_t total, ProgressUnit unit, bool quiet, std::string unit_name,
-                   ProgressSink sink)
+Progress::Progress(std::string label, int64_t total, std::string unit, bool quiet, ProgressSink sink)
     : label_(std::move(label)),
       total_(total),
-      unit_(unit),
+      unit_(std::move(unit)),
       quiet_(quiet),
-      unit_name_(std::move(unit_name)),
       sink_(std::move(sink)),
       terminal_(sink_.terminal < 0 ? isatty(STDERR_FILENO) == 1 : sink_.terminal == 1),
       start_ns_(sink_.now_ns ? sink_.now_ns() : steady_now()),
       next_print_ns_(start_ns_ + kQuietTime) {
   if (!sink_.now_ns) sink_.now_ns = steady_now;
+  if (sink_.columns <= 0) sink_.columns = terminal_columns();
   if (!sink_.write) {
     sink_.write = [](const std::string& text) {
       std::fwrite(text.data(), 1, text.size(), stderr);
@@ -85,8 +90,8 @@ void Progress::finish() {
 }
 
 std::string Progress::amount(int64_t value) const {
-  if (unit_ == ProgressUnit::kBytes) return format_size(value);
-  return unit_name_.empty() ? format_count(value) : format_count(value) + " " + unit_name_;
+  if (unit_ == "B") return format_size(value);
+  return unit_.empty() ? format_count(value) : format_count(value) + " " + unit_;
 }
 
 std::string Progress::line(int64_t done, int64_t elapsed_ns) const {

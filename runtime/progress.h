@@ -13,21 +13,18 @@
 
 namespace firn {
 
-// kBytes prints sizes and a rate per second; kCount prints counts with `unit_name` ("tokens").
-enum class ProgressUnit : uint8_t { kBytes, kCount };
-
 struct ProgressSink {
   std::function<void(const std::string&)> write;  // empty: stderr
   std::function<int64_t()> now_ns;                // empty: the steady clock
   int terminal = -1;                              // 0, 1, or -1: ask whether stderr is one
-  int columns = 80;
+  int columns = 0;                                // 0: ask the terminal, 80 if it does not say
 };
 
 class Progress {
  public:
-  // total <= 0: the end is not known; no bar and no time left.
-  Progress(std::string label, int64_t total, ProgressUnit unit, bool quiet, std::string unit_name = "",
-           ProgressSink sink = {});
+  // total <= 0: the end is not known; no bar and no time left. unit "B" prints sizes and bytes per second, any other
+  // its own name after a count ("tokens"); it may be empty.
+  Progress(std::string label, int64_t total, std::string unit, bool quiet, ProgressSink sink = {});
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
   ~Progress();
@@ -45,9 +42,8 @@ class Progress {
 
   const std::string label_;
   const int64_t total_;
-  const ProgressUnit unit_;
+  const std::string unit_;
   const bool quiet_;
-  const std::string unit_name_;
   ProgressSink sink_;
   const bool terminal_;
   const int64_t start_ns_;

@@ -114,12 +114,12 @@ struct FakeScreen {
 TEST_CASE("short work and quiet work show nothing") {
   FakeScreen screen;
   {
-    Progress p("reading", 100, ProgressUnit::kCount, false, "tokens", screen.sink(false));
+    Progress p("reading", 100, "tokens", false, screen.sink(false));
     screen.now = kSecond - 1;
     p.update(100);
   }
   {
-    Progress p("reading", 100, ProgressUnit::kCount, true, "tokens", screen.sink(true));
+    Progress p("reading", 100, "tokens", true, screen.sink(true));
     screen.now = 100 * kSecond;
     p.update(50);
   }
@@ -129,7 +129,7 @@ TEST_CASE("short work and quiet work show nothing") {
 TEST_CASE("a log gets a plain line every few seconds and one at the end") {
   FakeScreen screen;
   {
-    Progress p("reading experts", int64_t{100} << 20, ProgressUnit::kBytes, false, "", screen.sink(false));
+    Progress p("reading experts", int64_t{100} << 20, "B", false, screen.sink(false));
     for (int i = 1; i <= 100; ++i) {
       screen.now += kSecond / 5;
       p.update(int64_t{i} << 20);
@@ -145,7 +145,7 @@ TEST_CASE("a log gets a plain line every few seconds and one at the end") {
 
 TEST_CASE("a terminal gets a bar that stays on its line") {
   FakeScreen screen;
-  Progress p("prefill", 1000, ProgressUnit::kCount, false, "tokens", screen.sink(true));
+  Progress p("prefill", 1000, "tokens", false, screen.sink(true));
   screen.now = 2 * kSecond;
   p.add(500);
   REQUIRE(screen.out.size() == 1);
@@ -170,9 +170,9 @@ TEST_CASE("a terminal gets a bar that stays on its line") {
 
 TEST_CASE("no total, nothing done and a label longer than the screen are all printable") {
   FakeScreen screen;
-  Progress open("scanning", 0, ProgressUnit::kCount, false, "files", screen.sink(false));
-  Progress idle("waiting", 10, ProgressUnit::kCount, false, "", screen.sink(false));
-  Progress wide(std::string(200, 'x'), 10, ProgressUnit::kCount, false, "", screen.sink(true));
+  Progress open("scanning", 0, "files", false, screen.sink(false));
+  Progress idle("waiting", 10, "", false, screen.sink(false));
+  Progress wide(std::string(200, 'x'), 10, "", false, screen.sink(true));
   screen.now = 2 * kSecond;
   open.update(8);
   idle.update(0);
@@ -188,7 +188,7 @@ TEST_CASE("progress from many threads loses nothing") {
   ProgressSink sink = screen.sink(false);
   std::atomic<int64_t> clock{0};
   sink.now_ns = [&] { return clock.fetch_add(kSecond / 100); };
-  Progress p("work", 8000, ProgressUnit::kCount, false, "", sink);
+  Progress p("work", 8000, "", false, sink);
   std::vector<std::thread> threads;
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([&] {
