@@ -61,16 +61,21 @@ Ticket ReferenceOps::norm_rope(const NormRopeParams& p) {
     FIRN_CHECK(p.rotary_dim % 2 == 0 && p.rotary_dim <= part.dim, "norm_rope: rotary_dim odd or wider than a head");
     const std::vector<int64_t> positions = row_positions(p.spans, part.x.rows);
     const int64_t half = p.rotary_dim / 2;
+    std::vector<double> cosines(static_cast<size_t>(half)), sines(cosines);
     for (int64_t r = 0; r < part.x.rows; ++r) {
       const std::vector<double> row = load_row(part.x, r);
+      for (int64_t i = 0; i < half; ++i) {
+        const double inverse_frequency =
+            std::pow(p.theta, -2.0 * static_cast<double>(i) / static_cast<double>(p.rotary_dim));
+        const double angle = static_cast<double>(positions[static_cast<size_t>(r)]) * inverse_frequency;
+        cosines[static_cast<size_t>(i)] = std::cos(angle);
+        sines[static_cast<size_t>(i)] = std::sin(angle);
+      }
       for (int64_t h = 0; h < part.heads; ++h) {
         const auto begin = row.begin() + h * part.dim;
         std::vector<double> y = rms_norm({begin, begin + part.dim}, part.weight);
         for (int64_t i = 0; i < half; ++i) {
-          const double inverse_frequency =
-              std::pow(p.theta, -2.0 * static_cast<double>(i) / static_cast<double>(p.rotary_dim));
-          const double angle = static_cast<double>(positions[static_cast<size_t>(r)]) * inverse_frequency;
-          const double c = std::cos(angle), s = std::sin(angle);
+          const double c = cosines[static_cast<size_t>(i)], s = sines[static_cast<size_t>(i)];
           const double a = y[static_cast<size_t>(i)], b = y[static_cast<size_t>(i + half)];
           y[static_cast<size_t>(i)] = a * c - b * s;
           y[static_cast<size_t>(i + half)] = b * c + a * s;
