@@ -197,6 +197,8 @@ int64_t mapped_bytes(const std::string& proc_root) {
 }
 
 void fill_memory(const TopologyOptions& options, const CgroupLimits& groups, Topology* out) {
+  // Virtual machines that gain memory while running may not show all of it in their nodes.
+  out->memory_present_bytes = std::max(out->memory_present_bytes, meminfo(options.proc_root, "MemTotal").value_or(0));
   if (const std::optional<int64_t> available = meminfo(options.proc_root, "MemAvailable")) {
     out->memory_limits.push_back({*available, "memory the kernel calls available (MemAvailable)"});
   } else if (out->memory_present_bytes > 0) {

@@ -99,7 +99,7 @@ void check_cores(const Topology& t, Report* report) {
       "cores", fmt::format("{} of {} physical cores ours ({} of {} logical CPUs), {} threads by default",
                            t.cores_allowed, t.cores_present, t.cpus_allowed, t.cpus_present, t.default_threads));
   if (t.cores_allowed < t.cores_present) {
-    missing(&cores, fmt::format("{} cores stay idle", t.cores_present - t.cores_allowed),
+    missing(&cores, fmt::format("{} of the cores idle", t.cores_present - t.cores_allowed),
             fmt::format("taskset -c 0-{} firn ..., or widen the container's --cpuset-cpus", t.cpus_present - 1));
   }
   Check& quota =
@@ -186,9 +186,12 @@ void check_storage(const std::vector<std::string>& folders, Report* report) {
         report->add("O_DIRECT", fmt::format("{}  ({}{}, {} free of {})  {}", p.path, p.file_system,
                                             p.disk.empty() ? "" : " on " + p.disk, gib(p.free_bytes), gib(p.size_bytes),
                                             direct ? fmt::format("works in blocks of {}", p.direct_alignment) : p.why));
-    if (p.size_bytes == 0) {
+    if (!p.exists) {
       check.found = fmt::format("{}  {}", p.path, p.why);
       missing(&check, "nothing can be kept or read here", "give a folder that exists with --dir");
+    } else if (p.in_memory) {
+      missing(&check, "this folder is host memory: models and far KV kept here take RAM",
+              "give a folder on a disk (--dir, --kv-dir, TMPDIR)");
     } else if (!p.writable) {
       missing(&check, "could not be tried: reading still works",
               fmt::format("give a folder you may write to, or chmod u+w {}", p.path));
@@ -218,8 +221,7 @@ void check_storage(const std::vector<std::string>& folders, Report* report) {
                             d.free_bytes < 0 ? std::string("not mounted here") : gib(d.free_bytes) + " free",
                             d.link.empty() ? "" : ", " + d.link, d.model.empty() ? "" : ", " + d.model));
     if (d.kind == "hard disk" && d.free_bytes >= 0) {
-      missing(&check, "the kernel says it turns: far too slow for far experts or KV",
-              "keep models and --kv-dir on an NVMe disk (virtual disks may claim this wrongly)");
+      missing(&check, "it turns: far too slow for far experts or KV", "keep models and --kv-dir on an NVMe disk");
     } else if (!d.link_below.empty()) {
       missing(&check, fmt::format("its link could be {}", d.link_below),
               "another slot, or the slot's setting in the firmware");

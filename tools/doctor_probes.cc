@@ -75,6 +75,15 @@ bool space_of(const std::string& folder, int64_t* size, int64_t* free) {
   return true;
 }
 
+std::string kind_of(const std::string& name, const fs::path& sys) {
+  const auto starts = [&](const char* prefix) { return name.rfind(prefix, 0) == 0; };
+  if (starts("nvme")) return "NVMe";
+  if (starts("dm-") || starts("md")) return "mapped";
+  // A hypervisor's disk says that it turns, whatever stands behind it.
+  if (starts("vd") || starts("xvd")) return "virtual";
+  return first_line(sys / "queue/rotational") == "1" ? "hard disk" : "SSD";
+}
+
 // Two blocks in a file of our own, opened as firn opens its files.
 void probe_direct(FolderProbe* out) {
   std::string name = out->path + "/.firn-doctor-XXXXXX";
@@ -176,6 +185,7 @@ FolderProbe probe_folder(const std::string& path) {
     out.why = "not a folder";
     return out;
   }
+  out.exists = true;
   space_of(out.path, &out.size_bytes, &out.free_bytes);
   // The mount whose folder is the longest beginning of the path; device numbers differ on some file systems.
   size_t longest = 0;
@@ -187,6 +197,7 @@ FolderProbe probe_folder(const std::string& path) {
       out.disk = disk_of(m.device);
     }
   }
+  out.in_memory = out.file_system == "tmpfs" || out.file_system == "ramfs";
   probe_direct(&out);
   return out;
 }
@@ -210,10 +221,7 @@ std::vector<DiskProbe> probe_disks() {
     DiskProbe disk;
     disk.name = name;
     disk.size_bytes = std::strtoll(sectors.c_str(), nullptr, 10) * 512;  // always in units of 512
-    disk.kind = name.rfind("nvme", 0) == 0                              ? "NVMe"
-                : name.rfind("dm-", 0) == 0 || name.rfind("md", 0) == 0 ? "mapped"
-                : first_line(sys / "queue/rotational") == "1"           ? "hard disk"
-                                                                        : "SSD";
+    disk.kind = kind_of(name, sys);
     disk.model = first_line(sys / "device/model");
     for (const Mount& m : mounted[name]) {
       int64_t size = 0, free = 0;

@@ -27,14 +27,15 @@ struct FolderProbe {
   std::string file_system;  // "ext4"
   std::string disk;         // "nvme0n1" when it stands on one disk, else empty
   int64_t size_bytes = 0, free_bytes = 0;
-  bool writable = false;
+  bool exists = false, writable = false;
+  bool in_memory = false;        // tmpfs and the like: what is kept here takes host memory
   int64_t direct_alignment = 0;  // 0: no O_DIRECT, see why
   std::string why;
 };
 FolderProbe probe_folder(const std::string& path);
 
 struct DiskProbe {
-  std::string name, kind, model;  // kind: "NVMe", "SSD", "hard disk"
+  std::string name, kind, model;  // kind: "NVMe", "SSD", "hard disk", "virtual", "mapped"
   int64_t size_bytes = 0;
   int64_t free_bytes = -1;  // of its mounted file systems together; < 0: none is mounted here
   std::vector<std::string> mounts;
