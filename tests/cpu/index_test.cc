@@ -307,6 +307,21 @@ TEST_CASE("index: the smallest and the largest numbers", "[index]") {
       }
     }
     append_and_check(sequence);
+    // Only in blocks too few to fill the list, whose canonical scores are the lowest: nothing may take them for large.
+    Sequence few(shape, 72);
+    for (int64_t t = 0; t < shape.depth; ++t) {
+      const int64_t block = t / 128;
+      for (int64_t d = 0; d < 4; ++d)
+        few.keys.set(t, d, block != 3 && block != 7 ? 0.0f : d < 2 ? 0x1p126f : -0x1p126f);
+      for (int64_t d = 4; d < shape.dim && (block == 3 || block == 7); ++d) few.keys.set(t, d, 0.0f);
+      if (block == 3 || block == 7) few.keys.set(t, 3, -0x1.02p126f);
+    }
+    for (int64_t r = 0; r < shape.rows; ++r) {
+      for (int64_t h = 0; h < shape.heads; ++h) {
+        for (int64_t d = 0; d < 4; ++d) few.q.set(r, h * shape.dim + d, 3.0f);
+      }
+    }
+    append_and_check(few);
   }
 }
 
