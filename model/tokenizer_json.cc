@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 
+#include "model/tokenizer_tables.h"
 #include "model/utf8.h"
 
 namespace firn::model {
@@ -14,25 +15,17 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int64_t kMostIds = int64_t{1} << 22;
 constexpr size_t kShownBytes = 60;
-
-// A value as a message shows it: short, one line, valid UTF-8.
-std::string shown(const Json& value) {
-  std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
-  if (text.size() > kShownBytes) text = text.substr(0, kShownBytes) + "...";
-  return text;
-}
 
 const Json* field(const Json& object, const char* key) {
   if (!object.is_object()) return nullptr;
   const auto it = object.find(key);
-  return it == object.end() || it->is_null() ? nullptr : &*it;
+  return it == object.end() || it->is_null() || it->is_discarded() ? nullptr : &*it;
 }
 
 std::string type_of(const Json& step) {
   const Json* type = field(step, "type");
-  return type != nullptr && type->is_string() ? type->get<std::string>() : shown(step);
+  return type != nullptr && type->is_string() ? type->get<std::string>() : shown_json(step);
 }
 
 bool is_true(const Json& object, const char* key) {
@@ -68,10 +61,11 @@ struct ByteAlphabet {
 
 class Reader {
  public:
-  Reader(const Json& root, const std::string& name) : root_(root), name_(name) {}
+  Reader(const Json& root, const TokenizerTables& tables, const std::string& name)
+      : root_(root), tables_(tables), name_(name) {}
 
   Result<TokenizerFile> run() {
-    if (!root_.is_object()) return bad(fmt::format("expected a JSON object, found {}", shown(root_)));
+    if (!root_.is_object()) return bad(fmt::format("expected a JSON object, found {}", shown_json(root_)));
     FIRN_TRY(check_model());
     FIRN_TRY(read_normalizer());
     FIRN_TRY(read_pre_tokenizer());
@@ -94,9 +88,15 @@ class Reader {
       return bad("it has no \"model\" object: is this a tokenizer.json of the Hugging Face tokenizers library?");
     }
     if (const Json* type = field(*model_, "type"); type != nullptr && *type != "BPE") {
-      return refuse(fmt::format("the model is of type {}, expected \"BPE\"", shown(*type)));
+      return refuse(fmt::format("the model is of type {}, expected \"BPE\"", shown_json(*type)));
     }
-    if (field(*model_, "vocab") == nullptr || field(*model_, "merges") == nullptr) {
+    if (const Json* vocab = field(*model_, "vocab")) {
+      return bad(fmt::format("\"vocab\" is {}, expected an object", shown_json(*vocab)));
+    }
+    if (const Json* merges = field(*model_, "merges")) {
+      return bad(fmt::format("\"merges\" is {}, expected a list", shown_json(*merges)));
+    }
+    if (!tables_.has_vocab || !tables_.has_merges) {
       return bad("\"model\" lacks \"vocab\" or \"merges\", which a BPE model has");
     }
     for (const char* flag : {"byte_fallback", "ignore_merges"}) {
@@ -104,11 +104,11 @@ class Reader {
     }
     for (const char* affix : {"continuing_subword_prefix", "end_of_word_suffix"}) {
       if (const Json* value = field(*model_, affix); value != nullptr && *value != "") {
-        return refuse(fmt::format("the model has \"{}\": {}, expected none", affix, shown(*value)));
+        return refuse(fmt::format("the model has \"{}\": {}, expected none", affix, shown_json(*value)));
       }
     }
     if (const Json* dropout = field(*model_, "dropout"); dropout != nullptr && *dropout != 0.0) {
-      return refuse(fmt::format("the model has \"dropout\": {}, expected none", shown(*dropout)));
+      return refuse(fmt::format("the model has \"dropout\": {}, expected none", shown_json(*dropout)));
     }
     return {};
   }
@@ -120,7 +120,7 @@ class Reader {
     if (steps != nullptr && steps->is_array() && steps->empty()) return {};
     if (steps != nullptr && steps->is_array() && steps->size() == 1) step = &(*steps)[0];
     if (type_of(*step) != "NFC") {
-      return refuse(fmt::format("the normalizer is {}, expected null or NFC", shown(*step)));
+      return refuse(fmt::format("the normalizer is {}, expected null or NFC", shown_json(*step)));
     }
     file_.nfc = true;
     return {};
@@ -159,7 +159,7 @@ class Reader {
     const Json* regex = pattern == nullptr ? nullptr : field(*pattern, "Regex");
     if (regex == nullptr || !regex->is_string()) {
       return refuse(fmt::format("the Split pattern is {}, expected {{\"Regex\": ...}}",
-                                pattern == nullptr ? "absent" : shown(*pattern)));
+                                pattern == nullptr ? "absent" : shown_json(*pattern)));
     }
     file_.expression = regex->get<std::string>();
     if (!is_valid_utf8(file_.expression)) return bad("the Split pattern is not valid UTF-8");
@@ -171,20 +171,20 @@ class Reader {
       return {};
     }
     return refuse(fmt::format("the Split step has behavior {} with invert {}, expected Removed with true, or Isolated",
-                              behavior == nullptr ? "absent" : shown(*behavior), invert));
+                              behavior == nullptr ? "absent" : shown_json(*behavior), invert));
   }
 
   Status check_decoder() const {
     const Json* decoder = field(root_, "decoder");
     if (decoder == nullptr || type_of(*decoder) == "ByteLevel") return {};
-    return refuse(fmt::format("the decoder is {}, expected ByteLevel", shown(*decoder)));
+    return refuse(fmt::format("the decoder is {}, expected ByteLevel", shown_json(*decoder)));
   }
 
   Status check_id(const Json& id, const std::string& of, int64_t* out) const {
-    const bool fits = id.is_number_unsigned() && id.get<uint64_t>() < static_cast<uint64_t>(kMostIds);
+    const bool fits = id.is_number_unsigned() && id.get<uint64_t>() < static_cast<uint64_t>(kMostTokenIds);
     if (!fits) {
-      return bad(fmt::format("the id of token {} is {}, expected a whole number from 0 to {}", shown(Json(of)),
-                             shown(id), kMostIds - 1));
+      return bad(fmt::format("the id of token {} is {}, expected a whole number from 0 to {}", shown_json(Json(of)),
+                             shown_json(id), kMostTokenIds - 1));
     }
     *out = static_cast<int64_t>(id.get<uint64_t>());
     return {};
@@ -195,19 +195,18 @@ class Reader {
   }
 
   Status read_vocabulary() {
-    const Json& vocab = (*model_)["vocab"];
-    if (!vocab.is_object()) return bad(fmt::format("\"vocab\" is {}, expected an object", shown(vocab)));
-    ids_.reserve(vocab.size());
-    file_.token_bytes.resize(vocab.size());
-    for (const auto& [spelling, value] : vocab.items()) {
-      int64_t id = 0;
-      FIRN_TRY(check_id(value, spelling, &id));
+    ids_.reserve(tables_.vocab.size());
+    file_.token_bytes.resize(tables_.vocab.size());
+    for (const auto& [spelling, id] : tables_.vocab) {
       if (spelling.empty()) return bad("\"vocab\" has a token without characters");
       make_room(id);
       std::string& bytes = file_.token_bytes[static_cast<size_t>(id)];
-      if (!bytes.empty()) return bad(fmt::format("two tokens have the id {}; one is {}", id, shown(Json(spelling))));
+      if (!bytes.empty())
+        return bad(fmt::format("two tokens have the id {}; one is {}", id, shown_json(Json(spelling))));
       bytes = alphabet_.bytes(spelling);
-      ids_.emplace(spelling, static_cast<int32_t>(id));
+      if (!ids_.emplace(spelling, static_cast<int32_t>(id)).second) {
+        return bad(fmt::format("\"vocab\" has the token {} twice", shown_json(Json(spelling))));
+      }
     }
     std::string spelling;
     for (size_t byte = 0; byte < 256; ++byte) {
@@ -224,34 +223,17 @@ class Reader {
   }
 
   Status read_merges() {
-    const Json& merges = (*model_)["merges"];
-    if (!merges.is_array()) return bad(fmt::format("\"merges\" is {}, expected a list", shown(merges)));
-    file_.merges.reserve(merges.size());
+    file_.merges.reserve(tables_.merges.size());
     std::string joined;
-    for (size_t rank = 0; rank < merges.size(); ++rank) {
-      const Json& entry = merges[rank];
-      std::string_view left, right;
-      if (entry.is_string()) {
-        const std::string_view both = entry.get_ref<const std::string&>();
-        const size_t space = both.find(' ');
-        if (space == std::string_view::npos || both.find(' ', space + 1) != std::string_view::npos) {
-          return bad(fmt::format("merge {} is {}, expected two tokens with one space between", rank, shown(entry)));
-        }
-        left = both.substr(0, space);
-        right = both.substr(space + 1);
-      } else if (entry.is_array() && entry.size() == 2 && entry[0].is_string() && entry[1].is_string()) {
-        left = entry[0].get_ref<const std::string&>();
-        right = entry[1].get_ref<const std::string&>();
-      } else {
-        return bad(fmt::format("merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", rank, shown(entry)));
-      }
+    for (size_t rank = 0; rank < tables_.merges.size(); ++rank) {
+      const auto& [left, right] = tables_.merges[rank];
       joined.assign(left).append(right);
       Merge merge;
-      const auto look = [&](std::string_view spelling, int32_t* id) -> Status {
+      const auto look = [&](const std::string& spelling, int32_t* id) -> Status {
         const auto it = ids_.find(spelling);
         if (it == ids_.end()) {
-          return bad(fmt::format("merge {} ({}) needs the token {}, which \"vocab\" lacks", rank, shown(entry),
-                                 shown(Json(spelling))));
+          return bad(fmt::format("merge {} ({}) needs the token {}, which \"vocab\" lacks", rank,
+                                 shown_json(Json(tables_.merges[rank])), shown_json(Json(spelling))));
         }
         *id = it->second;
         return {};
@@ -267,31 +249,31 @@ class Reader {
   Status read_added() {
     const Json* list = field(root_, "added_tokens");
     if (list == nullptr) return {};
-    if (!list->is_array()) return bad(fmt::format("\"added_tokens\" is {}, expected a list", shown(*list)));
+    if (!list->is_array()) return bad(fmt::format("\"added_tokens\" is {}, expected a list", shown_json(*list)));
     std::unordered_map<std::string_view, int64_t> seen;
     for (const Json& entry : *list) {
       const Json* content = field(entry, "content");
       const Json* value = field(entry, "id");
       if (content == nullptr || !content->is_string() || content->get_ref<const std::string&>().empty() ||
           value == nullptr) {
-        return bad(fmt::format("the added token {} lacks a \"content\" or an \"id\"", shown(entry)));
+        return bad(fmt::format("the added token {} lacks a \"content\" or an \"id\"", shown_json(entry)));
       }
       const std::string& text = content->get_ref<const std::string&>();
       int64_t id = 0;
       FIRN_TRY(check_id(*value, text, &id));
       for (const char* flag : {"single_word", "lstrip", "rstrip"}) {
         if (is_true(entry, flag)) {
-          return refuse(fmt::format("the added token {} has \"{}\": true, expected false", shown(*content), flag));
+          return refuse(fmt::format("the added token {} has \"{}\": true, expected false", shown_json(*content), flag));
         }
       }
-      if (!seen.emplace(text, id).second) return bad(fmt::format("two added tokens are {}", shown(*content)));
+      if (!seen.emplace(text, id).second) return bad(fmt::format("two added tokens are {}", shown_json(*content)));
       const auto base = ids_.find(text);
       make_room(id);
       std::string& bytes = file_.token_bytes[static_cast<size_t>(id)];
       if (base != ids_.end() ? base->second != id : !bytes.empty()) {
         return bad(
             fmt::format("the added token {} has the id {}, which disagrees with the token of that id or that text",
-                        shown(*content), id));
+                        shown_json(*content), id));
       }
       bytes = text;
       if (is_true(entry, "special")) FIRN_TRY(check_unreachable(static_cast<int32_t>(id), text));
@@ -310,28 +292,26 @@ class Reader {
     return refuse(
         fmt::format("the special token {} (id {}) is also what merging ordinary text gives, so a user's text "
                     "could forge it",
-                    shown(Json(text)), id));
+                    shown_json(Json(text)), id));
   }
 
   const Json& root_;
+  const TokenizerTables& tables_;
   const std::string& name_;
   const Json* model_ = nullptr;
   TokenizerFile file_;
   ByteAlphabet alphabet_;
-  std::unordered_map<std::string_view, int32_t> ids_;  // by spelling; the keys live in root_
+  std::unordered_map<std::string_view, int32_t> ids_;  // by spelling; the keys live in tables_
 };
 
 }  // namespace
 
 Result<TokenizerFile> parse_tokenizer_json(std::string_view json, const std::string& name) {
-  Json root;
-  try {
-    root = Json::parse(json);
-  } catch (const Json::parse_error& error) {
-    return corrupt(
-        fmt::format("{}: not valid JSON at byte {} of {}: is the file cut short?", name, error.byte, json.size()));
-  }
-  return Reader(root, name).run();
+  auto root = parse_without_tables(json);
+  if (!root.ok()) return root.status().with_context(name);
+  auto tables = read_tokenizer_tables(json);
+  if (!tables.ok()) return tables.status().with_context(name);
+  return Reader(*root, *tables, name).run();
 }
 
 }  // namespace firn::model

@@ -290,6 +290,24 @@ TEST_CASE("tokenizer: refusals name what the file has") {
   check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = 1; }), Code::kCorrupt, {"two tokens", "id 1"});
   check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = -1; }), Code::kCorrupt, {"-1"});
   check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = 3000000000; }), Code::kCorrupt, {"3000000000"});
+  check_refused(change([](Json& j) { j["model"]["vocab"] = Json::array({1}); }), Code::kCorrupt, {"vocab", "[1]"});
+  check_refused(change([](Json& j) { j["model"]["merges"] = 5; }), Code::kCorrupt, {"merges", "5"});
+  check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = Json::object(); }), Code::kCorrupt, {"\"!\"", "{}"});
+  check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = 1.5; }), Code::kCorrupt, {"1.5"});
+  check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = nullptr; }), Code::kCorrupt, {"null"});
+  check_refused(change([](Json& j) {
+                  j["model"]["merges"][3] = Json::array({"a", "b", "c"});
+                }),
+                Code::kCorrupt, {"merge 3"});
+  check_refused(change([](Json& j) {
+                  j["model"]["merges"][3] = Json::array({"a", Json::array()});
+                }),
+                Code::kCorrupt, {"merge 3"});
+  check_refused(change([](Json& j) { j["model"]["merges"][3] = 8; }), Code::kCorrupt, {"merge 3", "8"});
+  check_refused(change([](Json& j) { j["model"] = Json::array({j["model"]}); }), Code::kCorrupt, {"\"model\""});
+  std::string twice = good;
+  twice.insert(twice.find("\"vocab\""), "\"vocab\":{},");
+  check_refused(twice, Code::kCorrupt, {"twice"});
   check_refused(change([](Json& j) { j["model"]["vocab"]["!"] = "7"; }), Code::kCorrupt, {"\"7\""});
   check_refused(change([](Json& j) { j["model"]["merges"][3] = "abc"; }), Code::kCorrupt, {"merge 3", "abc"});
   check_refused(change([](Json& j) { j["model"]["merges"][3] = "a b c"; }), Code::kCorrupt, {"merge 3"});
