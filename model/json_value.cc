@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "model/chat.h"
+#include "model/utf8.h"
 
 namespace firn::model {
 namespace {
@@ -21,43 +22,6 @@ constexpr int64_t kMaxValues = int64_t{1} << 23;
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
-
-// Length of the UTF-8 character at `at`, 0 if the bytes there are none (overlong forms and surrogates are none).
-size_t utf8_length(std::string_view s, size_t at) {
-  auto byte = [&](size_t i) { return at + i < s.size() ? static_cast<uint8_t>(s[at + i]) : uint8_t{0}; };
-  auto tail = [&](size_t i) { return (byte(i) & 0xC0) == 0x80; };
-  const uint8_t a = byte(0);
-  const uint8_t b = byte(1);
-  if (a < 0x80) return 1;
-  if (a < 0xC2) return 0;
-  if (a < 0xE0) return tail(1) ? 2 : 0;
-  if (a < 0xF0) {
-    const bool good = tail(1) && tail(2) && !(a == 0xE0 && b < 0xA0) && !(a == 0xED && b > 0x9F);
-    return good ? 3 : 0;
-  }
-  if (a > 0xF4) return 0;
-  const bool good = tail(1) && tail(2) && tail(3) && !(a == 0xF0 && b < 0x90) && !(a == 0xF4 && b > 0x8F);
-  return good ? 4 : 0;
-}
-
-void append_utf8(uint32_t point, std::string* out) {
-  auto put = [&](uint32_t v) { out->push_back(static_cast<char>(v)); };
-  if (point < 0x80) {
-    put(point);
-  } else if (point < 0x800) {
-    put(0xC0 | (point >> 6));
-    put(0x80 | (point & 0x3F));
-  } else if (point < 0x10000) {
-    put(0xE0 | (point >> 12));
-    put(0x80 | ((point >> 6) & 0x3F));
-    put(0x80 | (point & 0x3F));
-  } else {
-    put(0xF0 | (point >> 18));
-    put(0x80 | ((point >> 12) & 0x3F));
-    put(0x80 | ((point >> 6) & 0x3F));
-    put(0x80 | (point & 0x3F));
-  }
-}
 
 // Keeps the place of a key's first member and the value of its last. Sorting bounds the time whatever the keys are.
 void drop_repeated_keys(std::vector<std::pair<std::string, Json>>* members) {
@@ -265,9 +229,9 @@ class Reader {
       } else if (c < 0x20) {
         return error(at_, fmt::format("control character {} inside a string; write it as \\u{:04x}", found(at_), c));
       } else {
-        const size_t length = utf8_length(text_, at_);
-        if (length == 0) return error(at_, fmt::format("text that is not UTF-8, found {}", found(at_)));
-        at_ += length;
+        const Utf8Char character = c < 0x80 ? Utf8Char{c, 1, true} : read_utf8(text_, at_);
+        if (!character.valid) return error(at_, fmt::format("text that is not UTF-8, found {}", found(at_)));
+        at_ += character.length;
       }
     }
   }
