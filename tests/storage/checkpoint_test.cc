@@ -1,7 +1,6 @@
 // Checkpoint folders: the index and its shards agree, or the error says which file and tensor do not.
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <vector>
 
 #include "storage/faulty_file.h"
@@ -274,9 +273,13 @@ TEST_CASE("A checkpoint of the real size opens quickly", "[checkpoint]") {
   REQUIRE(checkpoint.ok());
   CHECK(checkpoint->tensors.size() == kTensors);
   CHECK(checkpoint->shards.size() == kShards);
-  WARN("opened 45,838 tensors in 31 shards in " << seconds << " s");
-  // Quadratic work would take minutes; the margin is for sanitizers and busy machines.
-  CHECK(seconds < 20);
+#if defined(FIRN_ASAN) || defined(FIRN_TSAN)
+  constexpr double kLimit = 120;
+#else
+  constexpr double kLimit = 2;  // 0.11 s measured on an idle machine
+#endif
+  INFO("opened in " << seconds << " s");
+  CHECK(seconds <= kLimit);
 }
 
 }  // namespace

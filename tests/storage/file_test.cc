@@ -137,6 +137,17 @@ TEST_CASE("Direct reads give the bytes of buffered reads, or say why they are bu
   }
 }
 
+TEST_CASE("A file system without O_DIRECT is read buffered, and the file says so", "[file]") {
+  const std::string path = "/proc/self/limits";  // procfs has regular files and no direct I/O
+  const auto file = open_file(path, OpenMode::kReadDirect);
+  REQUIRE(file.ok());
+  CHECK((*file)->direct_alignment() == 0);
+  CHECK(contains((*file)->direct_refusal(), "O_DIRECT"));
+  std::string out(10, '\0');
+  REQUIRE((*file)->read_at(0, std::as_writable_bytes(std::span(out))).ok());
+  CHECK(out.substr(0, 5) == "Limit");
+}
+
 TEST_CASE("Replacing a file is all or nothing", "[file]") {
   const TempFolder folder;
   const std::string path = folder / "state";
