@@ -1,9 +1,9 @@
 // MiniMax-M3's chat template, natively (specification 7), and the OpenAI message list it takes.
 //
-// parse_messages is strict: what the template would silently drop (late system messages, unknown roles or parts, a bad
-// thinking mode) is refused with the message's index; what OpenAI clients send differently (image_url parts, arguments
-// as JSON text, explicit nulls) is mapped first. Rendering gives pieces, so that only what the template itself wrote can
-// become control tokens.
+// parse_conversation is strict: what the template would silently drop (late system messages, unknown roles or parts, a
+// bad thinking mode) is refused with the message's index; what OpenAI clients send differently (image_url parts,
+// arguments as JSON text, explicit nulls) is mapped first. Rendering gives pieces, so that only what the template
+// itself wrote can become control tokens.
 #pragma once
 
 #include <cstdint>
@@ -21,18 +21,19 @@ enum class Thinking : uint8_t { kAdaptive, kEnabled, kDisabled };
 // "adaptive", "enabled" or "disabled".
 Result<Thinking> parse_thinking(std::string_view mode);
 
-// A JSON value that keeps key order, the difference of 1 and 1.0, and integers of any size. Members of objects appear in
-// first-seen order, a repeated key keeps its place and takes the last value.
+// A JSON value that keeps key order, the difference of 1 and 1.0, and integers of any size. Members of objects appear
+// in first-seen order, a repeated key keeps its place and takes the last value.
 struct Json {
   enum class Kind : uint8_t { kNull, kBool, kInteger, kFloat, kString, kArray, kObject };
   Kind kind = Kind::kNull;
   bool boolean = false;
-  std::string text;      // kString: UTF-8; kInteger: its digits; kFloat: the source text
-  double number = 0;     // kFloat
-  std::vector<Json> items;                           // kArray
+  std::string text;                                   // kString: UTF-8; kInteger: its digits; kFloat: the source text
+  double number = 0;                                  // kFloat
+  std::vector<Json> items;                            // kArray
   std::vector<std::pair<std::string, Json>> members;  // kObject
 
-  // Declared here and defined elsewhere, because clang 14 cannot derive them while a pair of the type is still incomplete.
+  // Declared here and defined elsewhere, because clang 14 cannot derive them while a pair of the type is still
+  // incomplete.
   Json();
   Json(const Json& other);
   Json(Json&& other) noexcept;
