@@ -86,6 +86,11 @@ struct Mxfp4 {
   }
 };
 
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// Bytes of 16 weights.
+inline int64_t bytes16(const WeightRows& w) { return w.k > 0 ? w.row_bytes * 16 / w.k : 0; }
+
 inline float sum_lanes(V16 v) {
   const __m256 a = _mm256_add_ps(v.low, v.high);
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -108,12 +113,12 @@ inline void dot_block(const DotArgs& a, int64_t r, int64_t m) {
   const uint8_t* const scales = a.w.scales + r * a.w.scale_row_bytes;
   const float* const x = a.x + m * a.x_stride;
   const int64_t whole = a.w.k / 16 * 16;
-  const int64_t step_bytes = a.w.k > 0 ? a.w.row_bytes * 16 / a.w.k : 0;
+  const int64_t step_bytes = bytes16(a.w);
   for (int64_t k = 0; k < whole; k += 16) {
     for (int o = 0; o < kOuts; ++o) {
       const uint8_t* const p = row + o * a.w.row_bytes;
       const V16 w = Format::load(p, scales + o * a.w.scale_row_bytes, a.w.scale_table, k);
-      _mm_prefetch(reinterpret_cast<const char*>(p + kOuts * a.w.row_bytes + k / 16 * step_bytes), _MM_HINT_T0);
+      prefetch(p + kOuts * a.w.row_bytes + k / 16 * step_bytes);
       for (int i = 0; i < kRows; ++i) accumulate(sums[o][i], w, x + i * a.x_stride + k);
     }
   }
@@ -176,12 +181,13 @@ inline __m256i upper_halves(V16 v) {
 
 template <class Format>
 void dequantise_bf16(const DequantiseArgs& a) {
-  const int64_t whole = a.w.k / 16 * 16;
+  const int64_t whole = a.w.k / 16 * 16, step_bytes = bytes16(a.w);
   for (int64_t r = 0; r < a.w.n; ++r) {
     const uint8_t* const row = a.w.data + r * a.w.row_bytes;
     const uint8_t* const scales = a.w.scales + r * a.w.scale_row_bytes;
     uint16_t* const out = static_cast<uint16_t*>(a.out) + r * a.out_stride;
     for (int64_t c = 0; c < whole; c += 16) {
+      prefetch(row + a.w.row_bytes + c / 16 * step_bytes);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + c),
                           upper_halves(Format::load(row, scales, a.w.scale_table, c)));
     }
@@ -197,12 +203,14 @@ void dequantise_bf16(const DequantiseArgs& a) {
 template <class Format>
 void dequantise_f32(const DequantiseArgs& a) {
   const int64_t whole = a.w.k / 16 * 16, padded = (a.w.k + kXPad - 1) / kXPad * kXPad;
+  const int64_t step_bytes = bytes16(a.w);
   for (int64_t r = 0; r < a.w.n; ++r) {
     const uint8_t* const row = a.w.data + r * a.w.row_bytes;
     const uint8_t* const scales = a.w.scales + r * a.w.scale_row_bytes;
     float* const out = static_cast<float*>(a.out) + r * a.out_stride;
     int64_t c = 0;
     for (; c < whole; c += 16) {
+      prefetch(row + a.w.row_bytes + c / 16 * step_bytes);
       const V16 v = Format::load(row, scales, a.w.scale_table, c);
       _mm256_storeu_ps(out + c, v.low);
       _mm256_storeu_ps(out + c + 8, v.high);

@@ -234,6 +234,8 @@ void dequantise_f32(const DequantiseArgs& a) {
     __m512 w0, w1;
     for (int64_t c = 0; c < whole; c += 32) {
       Format::load(row, scales, a.w.scale_table, c, w0, w1);
+      prefetch(row + a.w.row_bytes + c / 32 * Format::kBytes32);
+      if (Format::kBytes32 > 64) prefetch(row + a.w.row_bytes + c / 32 * Format::kBytes32 + 64);
       _mm512_storeu_ps(out + c, w0);
       _mm512_storeu_ps(out + c + 16, w1);
     }

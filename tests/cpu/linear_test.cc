@@ -47,13 +47,12 @@ TEST_CASE("linear: every format, path and instruction set agrees with the oracle
     CpuFixture cpu(isa, 2);
     for (const WeightFormat format : kAllFormats) {
       const bool plain = weight_scale_group(format) == 0;
-      for (const int64_t k :
-           {int64_t{32}, int64_t{96}, int64_t{544}, int64_t{37}, int64_t{200}, int64_t{1}, int64_t{48}}) {
+      for (const int64_t k : {int64_t{32}, int64_t{544}, int64_t{37}, int64_t{200}, int64_t{1}, int64_t{48}}) {
         if (!plain && k % weight_scale_group(format) != 0) continue;
-        for (const int64_t n : {1, 7, 131}) {
+        for (const int64_t n : {5, 67}) {
           const RandomWeight w(format, n, k, static_cast<uint64_t>(k * 1000 + n),
                                format == WeightFormat::kNvfp4 ? 0.013f : 1.0f);
-          for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 31}) {
+          for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 31}) {
             for (const DType act : {DType::kBf16, DType::kF32}) {
               INFO(cpu::isa_name(isa) << ' ' << weight_format_name(format) << " k " << k << " n " << n << " rows "
                                       << rows << ' ' << dtype_name(act));
