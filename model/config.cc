@@ -328,9 +328,16 @@ class Parser {
 
   void rope() {
     for (const Reader::Scope& scope : rope_) {
+      for (const char* key : {"rope_type", "type"}) {
+        const Found type = reader_.find({scope}, {key});
+        if (!type || *type.value == "default") continue;
+        reader_.fail(unsupported(fmt::format("config.json: {} is {}; MiniMax-M3 uses plain RoPE (\"default\")",
+                                             type.path, show(*type.value))));
+        return;
+      }
       for (const auto& [key, value] : scope.object->items()) {
         if (value.is_null() || key == "rope_theta" || key == "partial_rotary_factor") continue;
-        if ((key == "rope_type" || key == "type") && value.is_string() && value == "default") continue;
+        if (key == "rope_type" || key == "type") continue;
         reader_.fail(
             unsupported(fmt::format("config.json: {}{} is {}; MiniMax-M3 uses plain RoPE (rope_type "
                                     "\"default\" with rope_theta and partial_rotary_factor only)",
