@@ -86,6 +86,9 @@ Result<int32_t> Sampler::sample(std::span<const float> logits) {
     return static_cast<int32_t>(best);  // u * total rounded up to total
   }
 
+  // The best stand at the back: a heap gives them there one by one, without sorting those that are not asked for.
+  const auto after = [](const Candidate& a, const Candidate& b) { return before(b, a); };
+  const auto ranked = [&](size_t rank) { return scratch_[scratch_.size() - 1 - rank]; };
   scratch_.clear();
   double total = 0.0;
   if (cut_k) {
@@ -93,10 +96,10 @@ Result<int32_t> Sampler::sample(std::span<const float> logits) {
     const auto kth = scratch_.begin() + static_cast<ptrdiff_t>(options_.top_k);
     std::nth_element(scratch_.begin(), kth, scratch_.end(), before);
     scratch_.erase(kth, scratch_.end());
-    std::sort(scratch_.begin(), scratch_.end(), before);
-    for (const Candidate& candidate : scratch_) total += weight(candidate.first);
+    std::sort(scratch_.begin(), scratch_.end(), after);
+    for (size_t rank = 0; rank < scratch_.size(); ++rank) total += weight(ranked(rank).first);
   } else {
-    // Sorting a whole vocabulary would cost more than the rest. Tokens below the floor hold less than 1 - top_p in all
+    // Tokens below the floor hold less than 1 - top_p in all
     // (half of it, against rounding), so top-p cannot reach them; nor does min-p.
     for (size_t i = 0; i < n; ++i) total += weight(logits[i]);
     const double rest = 0.5 * (1.0 - options_.top_p) * total / static_cast<double>(n);
@@ -105,13 +108,14 @@ Result<int32_t> Sampler::sample(std::span<const float> logits) {
     for (size_t i = 0; i < n; ++i) {
       if (logits[i] >= lowest) scratch_.emplace_back(logits[i], static_cast<int32_t>(i));
     }
-    std::sort(scratch_.begin(), scratch_.end(), before);
+    std::make_heap(scratch_.begin(), scratch_.end(), after);
   }
 
   size_t kept = 0;
   double kept_sum = 0.0;
-  for (const Candidate& candidate : scratch_) {
-    const double w = weight(candidate.first);
+  while (kept < scratch_.size()) {
+    if (!cut_k) std::pop_heap(scratch_.begin(), scratch_.end() - static_cast<ptrdiff_t>(kept), after);
+    const double w = weight(ranked(kept).first);
     if (kept > 0 && (w < options_.min_p || (options_.top_p < 1.0 && kept_sum >= options_.top_p * total))) break;
     kept_sum += w;
     ++kept;
@@ -119,10 +123,10 @@ Result<int32_t> Sampler::sample(std::span<const float> logits) {
   const double target = u * kept_sum;
   double sum = 0.0;
   for (size_t i = 0; i < kept; ++i) {
-    sum += weight(scratch_[i].first);
-    if (sum > target) return scratch_[i].second;
+    sum += weight(ranked(i).first);
+    if (sum > target) return ranked(i).second;
   }
-  return scratch_[0].second;  // u * kept_sum rounded up to kept_sum
+  return ranked(0).second;  // u * kept_sum rounded up to kept_sum
 }
 
 StopMatcher::StopMatcher(std::vector<std::string> stops) : stops_(std::move(stops)) {
