@@ -146,10 +146,11 @@ int run(const Flags& flags, const Globals& globals) {
   int64_t replaced = 0;
   text = model::sanitize_utf8(text, &replaced);
   if (replaced > 0) {
-    std::fputs(fmt::format("firn: {} part{} of the text not UTF-8, replaced by U+FFFD\n", replaced,
-                           replaced == 1 ? " is" : "s are")
-                   .c_str(),
-               stderr);
+    const std::string what = replaced == 1 ? "1 part" : fmt::format("{} parts", replaced);
+    std::fputs(
+        fmt::format("firn: replaced {} of the text that {} not UTF-8 by U+FFFD\n", what, replaced == 1 ? "is" : "are")
+            .c_str(),
+        stderr);
   }
   return print(*tokenizer, tokenizer->encode(text, !flags.plain), nullptr, globals);
 }
