@@ -117,10 +117,8 @@ Result<Tokenizer> Tokenizer::open(storage::FileSystem& fs, const std::string& di
   auto json = storage::read_text_file(fs, path, kMostFileBytes);
   if (!json.ok()) {
     if (json.status().code() != Code::kNotFound) return json.status();
-    return not_found(
-        fmt::format("{}: {} is missing; a checkpoint's tokenizer is that one file, copy it from where the "
-                    "checkpoint came from",
-                    json.status().message(), path));
+    return not_found(fmt::format("{}; a checkpoint needs this file, copy it from where the checkpoint came from",
+                                 json.status().message()));
   }
   return parse(json.value(), path);
 }
