@@ -90,7 +90,7 @@ void Progress::finish() {
 }
 
 std::string Progress::amount(int64_t value) const {
-  if (unit_ == "B") return format_size(value);
+  if (unit_ == ProgressUnit::kBytes) return format_size(value);
   return unit_.empty() ? format_count(value) : format_count(value) + " " + unit_;
 }
 

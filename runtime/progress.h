@@ -13,6 +13,11 @@
 
 namespace firn {
 
+// The unit that is printed as sizes; every other unit is a word after a count.
+struct ProgressUnit {
+  static constexpr const char* kBytes = "B";
+};
+
 struct ProgressSink {
   std::function<void(const std::string&)> write;  // empty: stderr
   std::function<int64_t()> now_ns;                // empty: the steady clock
