@@ -118,22 +118,32 @@ inline void dot_block(const DotArgs& a, int64_t r, int64_t m) {
   const float* const x = a.x + m * a.x_stride;
   const int64_t ahead = kOuts * a.w.row_bytes;
   const int64_t whole = a.w.k / 32 * 32;
-  for (int64_t k = 0; k < whole; k += 32) {
+  const auto step = [&](int64_t k) {
     for (int o = 0; o < kOuts; ++o) {
       __m512 w0, w1;
-      const uint8_t* const p = row + o * a.w.row_bytes;
-      Format::load(p, scales + o * a.w.scale_row_bytes, a.w.scale_table, k, w0, w1);
-      if (kPrefetch) {
-        prefetch(p + ahead + k / 32 * Format::kBytes32);
-        if (Format::kBytes32 > 64) prefetch(p + ahead + k / 32 * Format::kBytes32 + 64);
-      }
+      Format::load(row + o * a.w.row_bytes, scales + o * a.w.scale_row_bytes, a.w.scale_table, k, w0, w1);
       for (int i = 0; i < kRows; ++i) {
         const float* const xi = x + i * a.x_stride + k;
         sums[o][i] = _mm512_fmadd_ps(w0, _mm512_loadu_ps(xi), sums[o][i]);
         sums[o][i] = _mm512_fmadd_ps(w1, _mm512_loadu_ps(xi + 16), sums[o][i]);
       }
     }
+  };
+  // As many inputs as fill a cache line of weights, or two lines, so that each line is asked for once.
+  constexpr int64_t kLine = Format::kBytes32 >= 64 ? 32 : 32 * (64 / Format::kBytes32);
+  int64_t k = 0;
+  for (; k + kLine <= whole; k += kLine) {
+    if constexpr (kPrefetch) {
+      for (int o = 0; o < kOuts; ++o) {
+        const uint8_t* const next = row + o * a.w.row_bytes + ahead + k / 32 * Format::kBytes32;
+        prefetch(next);
+        if constexpr (Format::kBytes32 > 64) prefetch(next + 64);
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kLine; i += 32) step(k + i);
   }
+  for (; k < whole; k += 32) step(k);
   if (whole < a.w.k) {
     for (int o = 0; o < kOuts; ++o) {
       __m512 w0, w1;
@@ -169,13 +179,13 @@ void dot(const DotArgs& a) {
     case 4:
       return dot_rows<Format, 4, 4>(a);
     case 5:
-      return dot_rows<Format, 2, 5>(a);
+      return dot_rows<Format, 4, 5>(a);
     case 6:
-      return dot_rows<Format, 2, 6>(a);
+      return dot_rows<Format, 4, 6>(a);
     case 7:
-      return dot_rows<Format, 2, 7>(a);
+      return dot_rows<Format, 3, 7>(a);
     default:
-      return dot_rows<Format, 2, 8>(a);
+      return dot_rows<Format, 3, 8>(a);
   }
 }
 
