@@ -1,6 +1,6 @@
 // Row kernels for AVX2 and FMA.
 #include "cpu/simd_avx2.h"
-//
+// After the lanes, over which the kernels are written:
 #include "cpu/row_kernels_impl.h"
 
 namespace firn::cpu {

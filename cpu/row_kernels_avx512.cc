@@ -1,6 +1,6 @@
 // Row kernels for AVX-512 (F, BW, DQ, VL).
 #include "cpu/simd_avx512.h"
-//
+// After the lanes, over which the kernels are written:
 #include "cpu/row_kernels_impl.h"
 
 namespace firn::cpu {

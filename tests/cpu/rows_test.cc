@@ -205,7 +205,7 @@ TEST_CASE("add, combine, finish_ffn") {
             },
             relative(type, 1));
 
-        // Four experts' rows for every token, and one row that goes nowhere twice.
+        // Four rows for every token, scattered.
         const TestMatrix outs = TestMatrix::random(DType::kF32, 4 * rows, cols, 13);
         std::vector<int32_t> to;
         std::vector<float> weights;
