@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 
+#include "cpu/attention_rows.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/index_kernels.h"
 #include "cpu/reference.h"
@@ -438,6 +439,27 @@ TEST_CASE("index: fast maxima stay within the bound, and few blocks need rescori
     sequence.select(*backend.ops);
     CHECK(backend.ops->stats().index_blocks_scored == 4 * 199);
     CHECK(backend.ops->stats().index_blocks_rescored <= 20);
+  }
+}
+
+TEST_CASE("index: scratch stays within what a plan is told, and within 512 MiB at a million tokens", "[index]") {
+  const Shape shape{DType::kBf16, 128, 4, 128 * 60, 300, 16, 0, 1};
+  Sequence sequence(shape, 90);
+  for (const int threads : {1, 4}) {
+    Backend backend(levels().back(), threads);
+    sequence.append(*backend.ops);
+    sequence.select(*backend.ops);
+    Ops::Limits limits;
+    limits.rows = shape.rows;
+    limits.head_dim = shape.dim;
+    limits.heads = 64;
+    limits.blocks = sequence.n_blocks;
+    limits.index_heads = shape.heads;
+    CHECK(backend.budget.used_bytes() > 0);
+    CHECK(backend.budget.used_bytes() <= cpu::index_scratch_bytes(limits, threads));
+    limits.rows = 512;
+    limits.blocks = 8192;
+    CHECK(cpu::index_scratch_bytes(limits, 64) + cpu::attention_scratch_bytes(limits, 64) <= int64_t{512} << 20);
   }
 }
 
