@@ -43,8 +43,8 @@ inline void* index_block_of(const KvSpan& span, int64_t block) {
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Upper bounds of the scratch that attention and index operations take for calls within the limits, blocks of 128
-// positions and at most 128 groups' worth of head sizes named there.
+// Upper bounds of the scratch that attention and index operations take for calls within the limits, with blocks of 128
+// positions and index_dim no larger than the larger of head_dim and 256.
 int64_t attention_scratch_bytes(const Ops::Limits& limits, int n_threads);
 int64_t index_scratch_bytes(const Ops::Limits& limits, int n_threads);
 
