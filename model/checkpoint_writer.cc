@@ -1,3 +1,5 @@
+// Shards are dealt to threads whole; each is filled piece by piece through SafetensorsWriter, so memory stays at a few
+// MiB a thread. Lock order: none is held while another is taken.
 #include "model/checkpoint_writer.h"
 
 #include <fmt/format.h>

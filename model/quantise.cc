@@ -1,3 +1,5 @@
+// Rows of floats to codes and scales; the rules stand in the header. Everything is exact but the one rounding of each
+// code.
 #include "model/quantise.h"
 
 #include <algorithm>
