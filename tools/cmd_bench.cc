@@ -27,6 +27,8 @@ const Bench kBenches[] = {
     {"gemm", "oneDNN's products at M3's shapes", bench_gemm, true},
     {"linear", "projections at M3's shapes", bench_linear, true},
     {"moe", "router picks to combined expert output", bench_moe, true},
+    {"attention", "sparse and dense attention at depth", bench_attention, true},
+    {"index", "block scores and the exact choice of blocks at depth", bench_index, true},
 };
 
 struct Flags {
@@ -34,10 +36,8 @@ struct Flags {
   bool all = false;
   std::string out;
   int threads = 0, runs = 7;
-  std::vector<int64_t> tokens, queries, steps;
+  std::vector<int64_t> tokens, queries;
   std::vector<std::string> formats, depths;
-  std::string model;
-  int64_t prompt = 512, gen = 64;
 };
 
 std::string names() {
@@ -190,16 +190,23 @@ int run_benches(const Flags& flags, const Globals& globals) {
                                      nearest_bench(flags.words[0]), names()));
     }
   }
+  for (const Bench* bench : chosen) {
+    if (flags.all) break;
+    const std::string name = bench->name;
+    const bool rows = name == "linear" || name == "moe", depth = name == "attention" || name == "index";
+    if (!rows && (!flags.tokens.empty() || !flags.formats.empty())) {
+      return usage_error(fmt::format("bench {}: --tokens and --format belong to linear and moe", name));
+    }
+    if (!depth && (!flags.depths.empty() || !flags.queries.empty())) {
+      return usage_error(fmt::format("bench {}: --depth and --queries belong to attention and index", name));
+    }
+  }
   BenchOptions options;
   options.threads = flags.threads;
   options.runs = flags.runs;
   options.tokens = flags.tokens;
   options.formats = flags.formats;
   options.queries = flags.queries;
-  options.steps = flags.steps;
-  options.model = flags.model;
-  options.prompt = flags.prompt;
-  options.gen = flags.gen;
   for (const std::string& format : flags.formats) {
     const Result<WeightFormat> parsed = parse_weight_format(format);
     if (!parsed.ok()) return usage_error(parsed.status().message());
@@ -243,7 +250,9 @@ int run_benches(const Flags& flags, const Globals& globals) {
 
 Runner add_bench(CLI::App& app, const Globals& globals) {
   auto flags = std::make_shared<Flags>();
-  app.add_option("name", flags->words, "which: " + names());
+  std::string which = "one of these, or compare with two files of rows:";
+  for (const Bench& b : kBenches) which += fmt::format("\n  {:<10} {}", b.name, b.what);
+  app.add_option("name", flags->words, which);
   app.add_flag("--all", flags->all, "every bench that needs no checkpoint");
   app.add_option("--out", flags->out, "write JSON rows to a file");
   app.add_option("--threads", flags->threads, "worker threads (default: one a core we may use)")
@@ -253,6 +262,11 @@ Runner add_bench(CLI::App& app, const Globals& globals) {
       ->delimiter(',')
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   app.add_option("--format", flags->formats, "linear, moe: mxfp8, nvfp4, bf16, mxfp4, f32")->delimiter(',');
+  app.add_option("--depth", flags->depths, "attention, index: positions before the queries, such as 8K,128K")
+      ->delimiter(',');
+  app.add_option("--queries", flags->queries, "attention, index: rows of a call")
+      ->delimiter(',')
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
   return [flags, &globals] { return run_benches(*flags, globals); };
 }
 
