@@ -15,10 +15,10 @@ namespace {
 // Pieces a large copy is cut into, so that several cores pull on memory.
 constexpr int64_t kCopyPiece = int64_t{1} << 20;
 
-constexpr const char* kScratchNames[] = {
-    "gate and up projections", "activations",  "dequantised weight tiles", "rotary tables",
-    "attention partials",      "block scores", "packed products",          "block selection",
-    "inputs as float",         "router logits"};
+constexpr const char* kScratchNames[] = {"gate and up projections", "activations",        "dequantised weight tiles",
+                                         "rotary tables",           "attention partials", "block scores",
+                                         "packed products",         "block selection",    "inputs as float",
+                                         "router logits",           "two-term inputs",    "two-term sums"};
 
 }  // namespace
 
@@ -118,7 +118,7 @@ int64_t CpuOps::scratch_bytes(const Limits& limits) const {
   constexpr int64_t kExperts = 512;
   const int64_t few = std::min(limits.rows, kFewRows * kExperts);
   const int64_t products = limits.rows * (input + limits.intermediate + 2 * pad) * 4 +
-                           few * (limits.intermediate + pad) * 2 +
+                           few * (limits.intermediate + pad) * 2 + 2 * limits.rows * (input * 2 + attention_width * 4) +
                            linear_tile_bytes(n_threads, widest, isa_ >= Isa::kAmx);
   return products + rows_scratch_bytes(limits, n_threads) + attention_scratch_bytes(limits, n_threads) +
          index_scratch_bytes(limits, n_threads) + int64_t{kScratchCount} * 4096;

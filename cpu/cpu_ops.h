@@ -1,12 +1,18 @@
 // CpuOps: the fast CPU implementation of Ops. Work is done when a call returns; tickets are ready at once.
 //
 // Kernel paths (the fixed rule that runtime/ops.h asks for), by the number of rows of a linear call or of an MLP task:
-//   act f32 (--precise)           any rows: dot products over f32 in 16 fixed lanes, reduced in a fixed tree; a row's bits
+//   act f32 (--precise)           any rows: dot products over f32 in 16 fixed lanes, reduced in a fixed tree; a row's
+//   bits
 //                                 do not depend on the other rows.
-//   act bf16, rows <= kFewRows    the same dot-product kernels on stored weights, dequantised in registers; a row's bits do
+//   act bf16, rows <= kFewRows    the same dot-product kernels on stored weights, dequantised in registers; a row's
+//   bits do
 //                                 not depend on the other rows.
-//   act bf16, rows > kFewRows     weight tiles dequantised once to bf16 (or f32, gemm_type()) and multiplied by oneDNN in
+//   act bf16, rows > kFewRows     weight tiles dequantised once to bf16 (or f32, gemm_type()) and multiplied by oneDNN
+//   in
 //                                 fixed tiles; a row's last bits may depend on the number of rows.
+//   f32 with two_terms            rows <= kFewRows: as f32; more: bf16 products of both terms in one pass over the
+//   weights,
+//                                 or f32 products of the inputs as they are, by gemm_type().
 // Attention, norms, router, selection: one path whatever the number of rows.
 #pragma once
 
@@ -24,8 +30,8 @@ inline constexpr int64_t kFewRows = 8;
 
 class CpuOps final : public Ops {
  public:
-  // team and arena must outlive the object. `arena` is host memory charged to the user's budget; scratch is taken from it
-  // and kept. Fails when isa is not available on this CPU.
+  // team and arena must outlive the object. `arena` is host memory charged to the user's budget; scratch is taken from
+  // it and kept. Fails when isa is not available on this CPU.
   static Result<std::unique_ptr<CpuOps>> create(ThreadTeam* team, Arena* arena, Isa isa);
   ~CpuOps() override;
 
@@ -66,10 +72,26 @@ class CpuOps final : public Ops {
 
  private:
   CpuOps(ThreadTeam* team, Arena* arena, Isa isa);
-  // Host scratch number `slot` (each call site its own), grown to at least `bytes` and kept; 64-byte aligned. On refusal
-  // by the budget fails the object (wait() then returns the refusal) and returns nullptr: the caller returns at once.
-  enum Scratch { kGateUp, kAct, kTiles, kRope, kPartials, kScores, kPacked, kSelect, kXFloat, kRouter, kScratchCount };
+  // Host scratch number `slot` (each call site its own), grown to at least `bytes` and kept; 64-byte aligned. On
+  // refusal by the budget fails the object (wait() then returns the refusal) and returns nullptr: the caller returns at
+  // once.
+  enum Scratch {
+    kGateUp,
+    kAct,
+    kTiles,
+    kRope,
+    kPartials,
+    kScores,
+    kPacked,
+    kSelect,
+    kXFloat,
+    kRouter,
+    kTerms,
+    kTermSums,
+    kScratchCount
+  };
   std::byte* scratch(Scratch slot, int64_t bytes);
+  Ticket linear_two_terms(const LinearParams& p);
   Ticket done() { return {++last_ticket_}; }
   Ticket fail(Status status);
   void record_failure(const Status& status, uint64_t ticket);

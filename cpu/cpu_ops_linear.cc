@@ -41,7 +41,48 @@ void check_weight(const WeightView& w, int64_t k) {
   FIRN_CHECK(group == 0 || w.scales != nullptr, "a weight has lost its scales");
 }
 
+// out row r = both row r + both row (rows + r).
+void add_terms(ThreadTeam* team, const MatrixView& both, const MatrixView& out) {
+  team->parallel_for(out.rows, 16, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const auto* const high = static_cast<const float*>(both.row(r));
+      const auto* const low = static_cast<const float*>(both.row(out.rows + r));
+      auto* const to = static_cast<float*>(out.row(r));
+      for (int64_t c = 0; c < out.cols; ++c) to[c] = high[c] + low[c];
+    }
+  });
+}
+
 }  // namespace
+
+// x as hi + lo, stacked so that every weight tile is dequantised once for both terms.
+Ticket CpuOps::linear_two_terms(const LinearParams& p) {
+  const int64_t rows = p.x.rows, cols = p.x.cols;
+  int64_t widest = 0;
+  for (const MatrixView& out : p.outs) widest = std::max(widest, out.cols);
+  auto* const terms = reinterpret_cast<Bf16*>(scratch(kTerms, 2 * rows * cols * 2));
+  auto* const sums = reinterpret_cast<float*>(scratch(kTermSums, 2 * rows * widest * 4));
+  if (terms == nullptr || sums == nullptr) return done();
+  team_->parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const auto* const x = static_cast<const float*>(p.x.row(r));
+      for (int64_t c = 0; c < cols; ++c) {
+        const Bf16 high = to_bf16(x[c]);
+        terms[r * cols + c] = high;
+        terms[(rows + r) * cols + c] = to_bf16(x[c] - to_float(high));
+      }
+    }
+  });
+  const ConstMatrixView stacked = {terms, DType::kBf16, 2 * rows, cols, cols, Space::kHost};
+  for (size_t j = 0; j < p.weights.size(); ++j) {
+    const MatrixView out = p.outs[j];
+    const MatrixView both = {sums, DType::kF32, 2 * rows, out.cols, out.cols, Space::kHost};
+    linear({stacked, p.weights.subspan(j, 1), std::span<const MatrixView>(&both, 1)});
+    if (failed()) return done();
+    add_terms(team_, both, out);
+  }
+  return done();
+}
 
 Ticket CpuOps::linear(const LinearParams& p) {
   if (failed()) return done();
@@ -51,7 +92,12 @@ Ticket CpuOps::linear(const LinearParams& p) {
   if (gemms_ == nullptr) gemms_ = std::make_shared<GemmCache>();
   const LinearContext context = {team_, &linear_kernels(isa_), gemms_.get(), isa_ >= Isa::kAmx,
                                  [this](int64_t bytes) { return scratch(kTiles, bytes); }};
-  const LinearPath path = choose_path(p.x.dtype, p.x.rows);
+  LinearPath path = choose_path(p.x.dtype, p.x.rows);
+  if (p.two_terms && p.x.rows > kFewRows) {
+    FIRN_CHECK(p.x.dtype == DType::kF32, "two terms come from f32 inputs");
+    if (gemm_type(isa_) == GemmType::kBf16) return linear_two_terms(p);
+    path = LinearPath::kGemm;  // f32 products take the inputs as they are
+  }
   std::vector<Product> products;
   bool any_float = false;
   for (size_t j = 0; j < p.weights.size(); ++j) {

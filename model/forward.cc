@@ -72,7 +72,7 @@ MatrixView Forward::view(const Buffer& buffer, DType dtype, int64_t rows, int64_
 }
 
 MatrixView Forward::hidden(const Chunk& chunk) const {
-  return view(hidden_, act_, rows_, config_.hidden).slice_rows(chunk.row_begin, chunk.n_rows);
+  return view(hidden_, DType::kF32, rows_, config_.hidden).slice_rows(chunk.row_begin, chunk.n_rows);
 }
 
 Status Forward::download(std::byte* dst, const void* src, int64_t bytes) {
@@ -132,7 +132,7 @@ Status Forward::allocate(int64_t rows, int64_t n_logits) {
     FIRN_ASSIGN(buffer, arena.allocate(bytes, what));
     return {};
   };
-  FIRN_TRY(need(hidden_, bytes_of(act_, rows, c.hidden), "hidden states of the wave"));
+  FIRN_TRY(need(hidden_, bytes_of(DType::kF32, rows, c.hidden), "hidden states of the wave"));
   FIRN_TRY(need(x_, bytes_of(act_, s.wide(), c.hidden), "normed activations"));
   FIRN_TRY(need(y_, bytes_of(DType::kF32, s.wide(), c.hidden), "layer outputs"));
   FIRN_TRY(need(q_raw_, bytes_of(DType::kF32, s.chunk, s.q), "queries"));
@@ -331,22 +331,13 @@ Status Forward::embed_step(const Chunk& chunk) {
   const MatrixView h = hidden(chunk);
   Ticket ticket = ops_->embed({ids, weights_.embed, h});
 
-  std::vector<std::byte> row(bytes_of(act_, 1, config_.hidden));
   for (const Chunk::Piece& piece : chunk.pieces) {
     const WaveSpan& span = wave_.spans[piece.span];
     for (size_t i = 0; i < span.replace_at.size(); ++i) {
       const int64_t at = span.replace_at[i] - piece.offset;
       if (at < 0 || at >= piece.n_rows) continue;
-      const float* from = span.replace_rows.data() + i * config_.hidden;
-      for (int64_t c = 0; c < config_.hidden; ++c) {
-        if (act_ == DType::kF32) {
-          reinterpret_cast<float*>(row.data())[c] = from[c];
-        } else {
-          reinterpret_cast<Bf16*>(row.data())[c] = to_bf16(from[c]);
-        }
-      }
-      ticket = ops_->upload(h.row(piece.row_begin + at), row.data(), static_cast<int64_t>(row.size()));
-      FIRN_TRY(ops_->wait(ticket));
+      const float* from = span.replace_rows.data() + static_cast<int64_t>(i) * config_.hidden;
+      ticket = ops_->upload(h.row(piece.row_begin + at), from, bytes_of(DType::kF32, 1, config_.hidden));
     }
   }
   return ops_->wait(ticket);
@@ -364,6 +355,10 @@ Status Forward::attention_step(const Chunk& chunk) {
   const MatrixView h = hidden(chunk);
   const MatrixView x = view(x_, act_, n, c.hidden);
   ops_->norm({h, {}, w.input_norm, x});
+  // The same before rounding, for what is cached or decides (y_ is free here).
+  const bool two_terms = act_ == DType::kBf16;
+  const MatrixView x_full = two_terms ? view(y_, DType::kF32, n, c.hidden) : x;
+  if (two_terms) ops_->norm({h, {}, w.input_norm, x_full});
 
   // The index branch comes first: its choice decides what has to be fetched.
   MatrixView ids;
@@ -371,7 +366,7 @@ Status Forward::attention_step(const Chunk& chunk) {
     const int64_t iq_width = c.index_heads * c.index_dim;
     const WeightView index_weights[] = {w.index_q, w.index_k};
     const MatrixView raw[] = {view(iq_raw_, DType::kF32, n, iq_width), view(ik_raw_, DType::kF32, n, c.index_dim)};
-    ops_->linear({x, index_weights, raw});
+    ops_->linear({x_full, index_weights, raw, two_terms});
     const MatrixView iq = view(iq_, layout.dtype, n, iq_width), ik = view(ik_, layout.dtype, n, c.index_dim);
     const NormRopePart parts[] = {{raw[0], c.index_heads, c.index_dim, w.index_q_norm, iq},
                                   {raw[1], 1, c.index_dim, w.index_k_norm, ik}};
@@ -400,7 +395,8 @@ Status Forward::attention_step(const Chunk& chunk) {
   const WeightView qkv[] = {w.q, w.k, w.v};
   const MatrixView raw[] = {view(q_raw_, DType::kF32, n, q_width), view(k_raw_, DType::kF32, n, kv_width),
                             view(v_raw_, DType::kF32, n, kv_width)};
-  ops_->linear({x, qkv, raw});
+  ops_->linear({x, std::span(qkv).first(1), std::span(raw).first(1)});
+  ops_->linear({x_full, std::span(qkv).subspan(1), std::span(raw).subspan(1), two_terms});
   const MatrixView q = view(q_, layout.dtype, n, q_width), k = view(k_, layout.dtype, n, kv_width);
   const NormRopePart parts[] = {{raw[0], c.heads, c.head_dim, w.q_norm, q},
                                 {raw[1], c.kv_heads, c.head_dim, w.k_norm, k}};
@@ -439,7 +435,8 @@ Status Forward::router_step(const Chunk& chunk) {
   const ModelConfig& c = config_;
   const LayerWeights& w = weights_.layers[layer_];
   const int64_t n = chunk.n_rows;
-  const MatrixView x = view(x_, act_, n, c.hidden);
+  // The router is an fp32 computation: its input is the norm before rounding (y_ is free here).
+  const MatrixView x = view(y_, DType::kF32, n, c.hidden);
   ops_->norm({hidden(chunk), {}, w.post_norm, x});
   RouterParams router;
   router.x = x;
@@ -516,7 +513,7 @@ Status Forward::experts_step(const ExpertGroup& group) {
   const int64_t n = group.n_pairs;
   const std::span<const int32_t> rows(pair_rows_.data() + group.pair_begin, n);
   const MatrixView x = view(x_, act_, n, c.hidden), y = view(y_, DType::kF32, n, c.hidden);
-  ops_->norm({view(hidden_, act_, rows_, c.hidden), rows, w.post_norm, x});
+  ops_->norm({view(hidden_, DType::kF32, rows_, c.hidden), rows, w.post_norm, x});
 
   int64_t moe_layer = 0;
   for (int64_t l = 0; l < layer_; ++l) moe_layer += c.moe_layer[l];
@@ -590,17 +587,13 @@ Status Forward::finish_moe_step(const Chunk& chunk) {
 
 Status Forward::capture_hidden(int64_t at) {
   const int64_t H = config_.hidden;
-  std::vector<std::byte> row(bytes_of(act_, 1, H));
+  Ticket ticket;
   for (size_t i = 0; i < logit_rows_.size(); ++i) {
-    const MatrixView h = view(hidden_, act_, rows_, H).slice_rows(logit_rows_[i], 1);
-    FIRN_TRY(download(row.data(), h.data, static_cast<int64_t>(row.size())));
+    const MatrixView h = view(hidden_, DType::kF32, rows_, H).slice_rows(logit_rows_[i], 1);
     float* to = captured_.hidden.data() + (at * n_logits() + static_cast<int64_t>(i)) * H;
-    for (int64_t col = 0; col < H; ++col) {
-      to[col] = act_ == DType::kF32 ? reinterpret_cast<const float*>(row.data())[col]
-                                    : to_float(reinterpret_cast<const Bf16*>(row.data())[col]);
-    }
+    ticket = ops_->download(to, h.data, bytes_of(DType::kF32, 1, H));
   }
-  return {};
+  return ops_->wait(ticket);
 }
 
 Status Forward::logits_step() {
@@ -610,7 +603,7 @@ Status Forward::logits_step() {
     const int64_t n = std::min(kChunkRows, n_logits() - begin);
     std::vector<int32_t> rows(logit_rows_.begin() + begin, logit_rows_.begin() + begin + n);
     const MatrixView x = view(x_, act_, n, c.hidden);
-    ops_->norm({view(hidden_, act_, rows_, c.hidden), rows, weights_.final_norm, x});
+    ops_->norm({view(hidden_, DType::kF32, rows_, c.hidden), rows, weights_.final_norm, x});
     if (options_.capture.hidden) {
       std::vector<std::byte> raw(bytes_of(act_, n, c.hidden));
       FIRN_TRY(ops_->wait(ops_->download(raw.data(), x.data, static_cast<int64_t>(raw.size()))));

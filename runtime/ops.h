@@ -76,14 +76,17 @@ struct NormParams {
   ConstMatrixView x;  // act or f32 [*, n]
   std::span<const int32_t> rows;  // host; gathers rows of x
   NormWeight weight;
-  MatrixView out;  // act [n_out, n]
+  MatrixView out;  // act or f32 [n_out, n]
 };
 
 // out[j] = x * weights[j]^T for each j; the weights share the input. All outputs f32.
+// two_terms: x is f32 in default mode; where products are bf16 it is taken as the sum of two bf16 terms (16 bits of
+// significand), so that what a sequence keeps for life is not computed from inputs rounded to 8 bits.
 struct LinearParams {
-  ConstMatrixView x;  // act [M, K]
+  ConstMatrixView x;  // act [M, K]; f32 with two_terms
   std::span<const WeightView> weights;
   std::span<const MatrixView> outs;  // f32 [M, weights[j].rows]
+  bool two_terms = false;
 };
 
 // Per-head RMS norm, then RoPE on the first rotary_dim dims (rotate-half pairing i, i + rotary_dim/2); angle = position *
@@ -176,14 +179,14 @@ struct AttentionMergeParams {
 
 // h = round(h + y) with one rounding to h's dtype.
 struct AddParams {
-  MatrixView h;       // act [M, H]
+  MatrixView h;       // act or f32 [M, H]
   ConstMatrixView y;  // f32 [M, H]
 };
 
 // Router (specification 3.7): logits = gate x in fp32 (x as stored), s = sigmoid(logits), the topk experts by s + bias
 // (ties: lower id); weights = s / sum of chosen s, in fp32. ids are written in ascending expert id.
 struct RouterParams {
-  ConstMatrixView x;  // act [M, H]
+  ConstMatrixView x;  // act or f32 [M, H]
   WeightView gate;    // f32 (or bf16) [E, H]
   ConstMatrixView bias;  // f32 [1, E]
   int64_t topk = 0;
