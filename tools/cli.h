@@ -1,8 +1,8 @@
 // What the files of the `firn` program share: one file a subcommand (cmd_NAME.cc), each with one add_NAME function.
 //
 // add_NAME puts the options on the subcommand and returns the function that runs it; its int is the exit code: 0 done,
-// 1 failed, 2 wrong use, 130 interrupted. With --json exactly one JSON object (or JSON lines) goes to stdout and nothing
-// else; everything for people goes to stderr.
+// 1 failed, 2 wrong use, 130 interrupted. With --json exactly one JSON object (or JSON lines) goes to stdout and
+// nothing else; everything for people goes to stderr.
 #pragma once
 
 #include <atomic>
