@@ -69,25 +69,17 @@ Result<std::shared_ptr<const GemmKernel>> GemmCache::find(const GemmShape& shape
   }
 }
 
-// The largest size that fits, again and again. When a size not much larger than what is left fits the whole, one piece
-// that reaches back is cheaper than several small ones.
+// oneDNN rearranges the weights in every call, which costs as much as some forty rows: so as few pieces as can be, and
+// the last one reaches back rather than being cut in two.
 std::vector<RowPiece> row_pieces(int64_t rows) {
   FIRN_CHECK(rows >= kMinGemmRows, fmt::format("{} rows are too few for a product by oneDNN", rows));
+  if (rows <= kGemmRows) return {{0, rows}};
   std::vector<RowPiece> pieces;
   int64_t begin = 0;
-  while (begin < rows) {
-    const int64_t left = rows - begin;
-    int64_t fits = 0, covers = 0;
-    for (const int64_t size : kGemmRows) {
-      if (size >= left && size <= rows) covers = size;
-      if (size <= left && fits == 0) fits = size;
-    }
-    if (covers != 0 && (fits == 0 || 2 * covers <= 3 * left)) {
-      pieces.push_back({rows - covers, covers});
-      break;
-    }
-    pieces.push_back({begin, fits});
-    begin += fits;
+  for (; begin + kGemmRows <= rows; begin += kGemmRows) pieces.push_back({begin, kGemmRows});
+  if (begin < rows) {
+    const int64_t last = (rows - begin + kGemmRowStep - 1) / kGemmRowStep * kGemmRowStep;
+    pieces.push_back({rows - last, last});
   }
   return pieces;
 }

@@ -5,8 +5,9 @@
 // calling thread, run() on any thread of the team. A product is computed by the thread that calls run() alone, so its
 // bits do not depend on the number of threads.
 //
-// Row counts. A kernel is compiled for a fixed number of rows; to keep them few, rows are cut into pieces of the sizes
-// in kGemmRows (see row_pieces): the last piece may overlap the one before, whose rows are then computed again.
+// Row counts. A kernel is compiled for a fixed number of rows. Up to kGemmRows rows are one piece; more are cut into
+// pieces of kGemmRows, the last a multiple of kGemmRowStep that may reach back over rows of the one before, which are
+// then computed again. So there are at most kGemmRows kernels for a shape of weights.
 #pragma once
 
 #include <cstddef>
@@ -55,7 +56,7 @@ struct RowPiece {
   int64_t begin = 0, rows = 0;
 };
 // Cuts `rows` >= kMinGemmRows into pieces; depends on `rows` alone.
-inline constexpr int64_t kGemmRows[] = {256, 128, 64, 32, 16, 8};
+inline constexpr int64_t kGemmRows = 256, kGemmRowStep = 16;
 inline constexpr int64_t kMinGemmRows = 8;
 std::vector<RowPiece> row_pieces(int64_t rows);
 

@@ -13,7 +13,8 @@ TEST_CASE("gemm: row pieces cover every row with known sizes and little is compu
   for (int64_t rows = cpu::kMinGemmRows; rows < 2200; ++rows) {
     int64_t covered = 0, computed = 0;
     for (const cpu::RowPiece& piece : cpu::row_pieces(rows)) {
-      REQUIRE(std::count(std::begin(cpu::kGemmRows), std::end(cpu::kGemmRows), piece.rows) == 1);
+      REQUIRE(piece.rows <= cpu::kGemmRows);
+      REQUIRE((rows <= cpu::kGemmRows || piece.rows % cpu::kGemmRowStep == 0));
       REQUIRE(piece.begin >= 0);
       REQUIRE(piece.begin <= covered);
       REQUIRE(piece.begin + piece.rows > covered);
@@ -21,7 +22,7 @@ TEST_CASE("gemm: row pieces cover every row with known sizes and little is compu
       computed += piece.rows;
     }
     REQUIRE(covered == rows);
-    REQUIRE(computed <= rows + rows / 2 + 8);
+    REQUIRE(computed < rows + cpu::kGemmRowStep);
   }
 }
 
