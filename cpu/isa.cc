@@ -16,6 +16,8 @@
 // answer.
 #include "cpu/isa.h"
 
+#include <dnnl.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -155,6 +157,10 @@ Result<Isa> choose_isa() {
       return unsupported(fmt::format("FIRN_ISA={}: this CPU ({}) goes up to {}; unset FIRN_ISA or name a lower level",
                                      wanted, cpu_features().model, isa_name(cpu_features().best)));
     }
+    // oneDNN chooses by itself; a lowered level must lower it too, before its first product.
+    static constexpr dnnl_cpu_isa_t kMost[] = {dnnl_cpu_isa_sse41, dnnl_cpu_isa_avx2, dnnl_cpu_isa_avx512_core_bf16,
+                                               dnnl_cpu_isa_all};
+    dnnl_set_max_cpu_isa(kMost[static_cast<size_t>(isa)]);
     return isa;
   }
   return invalid(fmt::format("FIRN_ISA={}: expected scalar, avx2, avx512 or amx", wanted));

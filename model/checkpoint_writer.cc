@@ -1,6 +1,7 @@
 // Shards are dealt to threads whole; each is filled piece by piece through SafetensorsWriter, so memory stays at a few
 // MiB a thread. Lock order: none is held while another is taken.
 #include "model/checkpoint_writer.h"
+#include "runtime/thread_team.h"
 
 #include <fmt/format.h>
 #include <sched.h>
@@ -84,7 +85,11 @@ class Writer {
   Status run() {
     const int n = std::min<int>(allowed_threads(plan_.n_threads), static_cast<int>(shards_.size()));
     std::vector<std::thread> threads;
-    for (int t = 1; t < n; ++t) threads.emplace_back([this] { work(); });
+    for (int t = 1; t < n; ++t)
+      threads.emplace_back([this] {
+        unpin_this_thread();
+        work();
+      });
     work();
     for (std::thread& t : threads) t.join();
     if (!status_.ok()) return status_;

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "model/weights.h"
+#include "runtime/thread_team.h"
 #include "storage/loader.h"
 
 namespace firn::model {
@@ -113,7 +114,11 @@ Status check_codes(const std::vector<Placed>& placed, int n_threads, const std::
     }
   };
   std::vector<std::thread> threads;
-  for (int t = 1; t < n_threads; ++t) threads.emplace_back(work);
+  for (int t = 1; t < n_threads; ++t)
+    threads.emplace_back([&] {
+      unpin_this_thread();
+      work();
+    });
   work();
   for (std::thread& t : threads) t.join();
   if (cancel != nullptr && cancel->load(std::memory_order_relaxed)) return cancelled("loading was cancelled");

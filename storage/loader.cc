@@ -4,6 +4,7 @@
 // Readers share only `next` (which piece to take), `stop`, the byte count (atomics), and, under `mutex`, the first
 // error and the progress callback. Destinations of different segments do not overlap unless the caller's ranges do.
 #include "storage/loader.h"
+#include "runtime/thread_team.h"
 
 #include <fmt/format.h>
 
@@ -194,7 +195,10 @@ class Loader {
     threads.reserve(readers);
     for (size_t i = 1; i < readers; ++i) {
       try {
-        threads.emplace_back([this] { read_pieces(); });
+        threads.emplace_back([this] {
+          unpin_this_thread();
+          read_pieces();
+        });
       } catch (const std::system_error&) {
         break;  // a process limit: the readers there are do the work
       }

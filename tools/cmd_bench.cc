@@ -29,6 +29,7 @@ const Bench kBenches[] = {
     {"moe", "router picks to combined expert output", bench_moe, true},
     {"attention", "sparse and dense attention at depth", bench_attention, true},
     {"index", "block scores and the exact choice of blocks at depth", bench_index, true},
+    {"model", "prefill, decode and small steps of a checkpoint (--model DIR)", bench_model, false},
 };
 
 struct Flags {
@@ -38,6 +39,9 @@ struct Flags {
   int threads = 0, runs = 7;
   std::vector<int64_t> tokens, queries;
   std::vector<std::string> formats, depths;
+  std::string model;
+  int64_t prompt = 512, gen = 64;
+  std::vector<int64_t> steps = {1, 4};
 };
 
 std::string names() {
@@ -193,12 +197,16 @@ int run_benches(const Flags& flags, const Globals& globals) {
   for (const Bench* bench : chosen) {
     if (flags.all) break;
     const std::string name = bench->name;
-    const bool rows = name == "linear" || name == "moe", depth = name == "attention" || name == "index";
+    const bool rows = name == "linear" || name == "moe", depth = name == "attention" || name == "index",
+               model = name == "model";
+    if (model && flags.model.empty()) return usage_error("bench model: --model DIR names the checkpoint");
+    if (!model && !flags.model.empty()) return usage_error(fmt::format("bench {}: --model belongs to model", name));
     if (!rows && (!flags.tokens.empty() || !flags.formats.empty())) {
       return usage_error(fmt::format("bench {}: --tokens and --format belong to linear and moe", name));
     }
-    if (!depth && (!flags.depths.empty() || !flags.queries.empty())) {
-      return usage_error(fmt::format("bench {}: --depth and --queries belong to attention and index", name));
+    if (model ? !flags.queries.empty() : !depth && (!flags.depths.empty() || !flags.queries.empty())) {
+      return usage_error(
+          fmt::format("bench {}: --queries belongs to attention and index, --depth to these and model", name));
     }
   }
   BenchOptions options;
@@ -207,6 +215,10 @@ int run_benches(const Flags& flags, const Globals& globals) {
   options.tokens = flags.tokens;
   options.formats = flags.formats;
   options.queries = flags.queries;
+  options.model = flags.model;
+  options.prompt = flags.prompt;
+  options.gen = flags.gen;
+  options.steps = flags.steps;
   for (const std::string& format : flags.formats) {
     const Result<WeightFormat> parsed = parse_weight_format(format);
     if (!parsed.ok()) return usage_error(parsed.status().message());
@@ -216,6 +228,7 @@ int run_benches(const Flags& flags, const Globals& globals) {
     if (!depth.ok()) return usage_error(depth.status().message());
     options.depths.push_back(*depth);
   }
+  if (!flags.model.empty() && options.depths.empty()) options.depths = {0, 2048, 8192};
   std::FILE* file = stdout;
   if (!flags.out.empty()) {
     file = std::fopen(flags.out.c_str(), "w");
@@ -264,6 +277,13 @@ Runner add_bench(CLI::App& app, const Globals& globals) {
   app.add_option("--format", flags->formats, "linear, moe: mxfp8, nvfp4, bf16, mxfp4, f32")->delimiter(',');
   app.add_option("--depth", flags->depths, "attention, index: positions before the queries, such as 8K,128K")
       ->delimiter(',');
+  app.add_option("--model", flags->model, "model: the checkpoint");
+  app.add_option("--prompt", flags->prompt, "model: tokens of a prefill")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  app.add_option("--gen", flags->gen, "model: tokens decoded")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  app.add_option("--step", flags->steps, "model: tokens of a step, such as 1,4")
+      ->delimiter(',')
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
   app.add_option("--queries", flags->queries, "attention, index: rows of a call")
       ->delimiter(',')
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
