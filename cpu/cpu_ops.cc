@@ -74,6 +74,13 @@ Ticket CpuOps::fail(Status status) {
   return ticket;
 }
 
+// The only failures are scratch that the budget refused and shapes that oneDNN refused: neither outlives its call.
+Status CpuOps::recover() {
+  failure_ = Status();
+  failed_ticket_ = 0;
+  return {};
+}
+
 Status CpuOps::wait(Ticket ticket) {
   FIRN_CHECK(ticket.id <= last_ticket_, "waiting for a ticket that was never issued");
   return !failure_.ok() && ticket.id >= failed_ticket_ ? failure_ : Status();

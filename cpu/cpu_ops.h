@@ -65,6 +65,7 @@ class CpuOps final : public Ops {
   Ticket copy(void* dst, const void* src, int64_t bytes) override;
   Ticket zero(void* dst, int64_t bytes) override;
   Status wait(Ticket ticket) override;
+  Status recover() override;
   int64_t scratch_bytes(const Limits& limits) const override;
 
   const KernelStats& stats() const { return stats_; }

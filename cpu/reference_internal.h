@@ -101,6 +101,7 @@ class ReferenceOps final : public Ops {
   Ticket copy(void* dst, const void* src, int64_t bytes) override;
   Ticket zero(void* dst, int64_t bytes) override;
   Status wait(Ticket ticket) override;
+  Status recover() override { return {}; }
   int64_t scratch_bytes(const Limits& limits) const override;
 
  private:

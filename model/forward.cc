@@ -176,13 +176,16 @@ Status Forward::begin(Wave wave) {
     rows_ += static_cast<int64_t>(span.ids.size());
   }
   cut_chunks(rows_);
-  FIRN_TRY(allocate(rows_, n_logits()));
   running_ = true;
+  Status status = allocate(rows_, n_logits());
   for (WaveSpan& span : wave_.spans) {
-    if (Status s = span.kv->reserve(static_cast<int64_t>(span.ids.size())); !s.ok()) {
-      abandon();
-      return s;
-    }
+    if (status.ok()) status = span.kv->reserve(static_cast<int64_t>(span.ids.size()));
+  }
+  if (!status.ok()) {
+    // A smaller wave may still fit: what this one had taken must not stand in its way.
+    abandon();
+    release_buffers();
+    return status;
   }
   if (config_.n_moe() > 0) ops_->zero(accumulator_.data(), bytes_of(DType::kF32, rows_, config_.hidden));
   captured_ = {};
@@ -194,6 +197,13 @@ Status Forward::begin(Wave wave) {
   layer_ = 0;
   next_ = 0;
   return {};
+}
+
+void Forward::release_buffers() {
+  for (Buffer* buffer : {&hidden_, &accumulator_, &x_, &q_raw_, &k_raw_, &v_raw_, &iq_raw_, &ik_raw_, &q_, &k_, &iq_,
+                         &ik_, &heads_, &block_ids_, &y_, &picks_, &pick_weights_, &router_logits_, &logits_device_}) {
+    *buffer = Buffer();
+  }
 }
 
 void Forward::abandon() {
@@ -262,6 +272,8 @@ Status Forward::step() {
   }
   if (!status.ok()) {
     abandon();
+    // The wave is lost, the device need not be; where it is, the next operation says so again.
+    if (ops_->recover().ok() && status.code() == Code::kNoMemory) release_buffers();
     return status;
   }
   advance();

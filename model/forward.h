@@ -114,6 +114,7 @@ class Forward {
   };
 
   Status allocate(int64_t rows, int64_t n_logits);
+  void release_buffers();
   Status check_ids() const;
   void cut_chunks(int64_t rows);
   void make_expert_groups();

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 namespace firn::model {
 
@@ -87,24 +88,17 @@ int64_t BlockPool::bytes_held() const {
 
 void BlockPool::trim() {
   const std::lock_guard lock(mutex_);
-  auto unused = [](const Slab& slab) {
-    return std::all_of(slab.blocks.begin(), slab.blocks.end(),
-                       [](const auto& block) { return block->refs.load(std::memory_order_acquire) == 0; });
-  };
-  // A block whose count is zero but which is not on the free list yet is waiting for mutex_ in release(): keep its
-  // slab.
-  std::vector<BlockRef::Block*> listed = free_;
-  std::sort(listed.begin(), listed.end());
+  // The free list decides: a block whose count is zero may still be on its way there, waiting for mutex_.
+  std::unordered_set<const BlockRef::Block*> listed(free_.begin(), free_.end());
   std::erase_if(slabs_, [&](const Slab& slab) {
-    if (!unused(slab)) return false;
-    for (const auto& block : slab.blocks) {
-      if (!std::binary_search(listed.begin(), listed.end(), block.get())) return false;
+    const bool unused =
+        std::all_of(slab.blocks.begin(), slab.blocks.end(), [&](const auto& b) { return listed.count(b.get()) > 0; });
+    if (unused) {
+      for (const auto& block : slab.blocks) listed.erase(block.get());
     }
-    std::erase_if(free_, [&](const BlockRef::Block* block) {
-      return std::any_of(slab.blocks.begin(), slab.blocks.end(), [&](const auto& b) { return b.get() == block; });
-    });
-    return true;
+    return unused;
   });
+  std::erase_if(free_, [&](const BlockRef::Block* block) { return listed.count(block) == 0; });
 }
 
 KvPools::KvPools(Ops* ops_in, Arena* arena, const ModelConfig& config_in, DType dtype)
@@ -184,11 +178,11 @@ Status KvCache::reserve(int64_t tokens) {
   }
   const int64_t index_copies = static_cast<int64_t>(copies.size()) - kv_copies;
   const std::string context = fmt::format("{} more tokens after {}", tokens, length_);
-  if (Status s = pools_->kv.ensure_free(fresh * config.layers * layout.groups + kv_copies); !s.ok()) {
-    return s.with_context(context);
-  }
-  if (Status s = pools_->index.ensure_free(fresh * config.n_sparse() + index_copies); !s.ok()) {
-    return s.with_context(context);
+  Status room = pools_->kv.ensure_free(fresh * config.layers * layout.groups + kv_copies);
+  if (room.ok()) room = pools_->index.ensure_free(fresh * config.n_sparse() + index_copies);
+  if (!room.ok()) {
+    pools_->kv.trim();  // one pool may have grown in vain
+    return room.with_context(context);
   }
 
   std::vector<BlockRef> replacements;

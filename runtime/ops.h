@@ -270,6 +270,9 @@ class Ops {
   virtual Ticket zero(void* dst, int64_t bytes) = 0;
 
   virtual Status wait(Ticket ticket) = 0;
+  // After a failure: forgets it, so that later operations run again, when what failed can be tried again (memory was
+  // short). Outputs of the operations since the failure are undefined. Returns the failure when it is final.
+  virtual Status recover() = 0;
 
   // Scratch memory the implementation keeps for itself, in bytes, when no call has more than `rows` rows of a model with
   // these largest sizes; charged to arena() on first use. For plans.

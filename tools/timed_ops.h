@@ -42,6 +42,7 @@ class TimedOps final : public Ops {
   Ticket copy(void* dst, const void* src, int64_t bytes) override { return timed(&Ops::copy, dst, src, bytes); }
   Ticket zero(void* dst, int64_t bytes) override { return timed(&Ops::zero, dst, bytes); }
   Status wait(Ticket ticket) override { return timed(&Ops::wait, ticket); }
+  Status recover() override { return inner_->recover(); }
 
  private:
   template <typename R, typename... P, typename... A>

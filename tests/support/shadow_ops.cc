@@ -229,6 +229,13 @@ void ShadowOps::run_some(int64_t at_most) {
   for (int64_t i = 0; i < at_most && !queue_.empty(); ++i) run_front();
 }
 
+Status ShadowOps::recover() {
+  run_some(static_cast<int64_t>(queue_.size()));
+  failure_ = Status();
+  failed_at_ = 0;
+  return inner_->recover();
+}
+
 Status ShadowOps::wait(Ticket ticket) {
   FIRN_CHECK(ticket.id <= issued_, "waiting for a ticket that was never issued");
   std::vector<ShadowOps*> order = scheduler_->members_;

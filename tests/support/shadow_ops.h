@@ -97,6 +97,7 @@ class ShadowOps final : public Ops {
   Ticket copy(void* dst, const void* src, int64_t bytes) override;
   Ticket zero(void* dst, int64_t bytes) override;
   Status wait(Ticket ticket) override;
+  Status recover() override;
   int64_t scratch_bytes(const Limits& limits) const override { return inner_->scratch_bytes(limits); }
 
   int64_t pending() const { return static_cast<int64_t>(queue_.size()); }
