@@ -91,6 +91,11 @@ TEST_CASE("nano answers the 16K document in default mode", "[nano]") {
 }
 TEST_CASE("nano in MXFP8 answers the 2K document", "[nano]") { answer_all("nano-mxfp8", "doc-2k.txt", false, 0.5); }
 
+// Minutes of work, so hidden: test_golden "[128k]".
+TEST_CASE("nano answers the 128K document in default mode", "[.128k]") {
+  answer_all("nano-bf16", "doc-128k.txt", false, 0.5);
+}
+
 TEST_CASE("default mode agrees with precise mode on the 16K document", "[nano]") {
   const std::string document = read(nano_path("docs/doc-16k.txt"));
   std::vector<int32_t> top1[2];
