@@ -40,10 +40,7 @@ CpuOps::CpuOps(ThreadTeam* team, Arena* arena, Isa isa) : team_(team), arena_(ar
 
 CpuOps::~CpuOps() = default;
 
-std::string CpuOps::name() const {
-  const bool dot_bf16 = isa_ == Isa::kAvx512 && cpu_features().avx512_bf16;
-  return fmt::format("cpu/{}{}", isa_name(isa_), dot_bf16 ? "_bf16" : "");
-}
+std::string CpuOps::name() const { return fmt::format("cpu/{}", isa_name(isa_)); }
 
 std::byte* CpuOps::scratch(Scratch slot, int64_t bytes) {
   Buffer& buffer = scratch_[slot];

@@ -75,6 +75,5 @@ struct LinearKernels {
 const LinearKernels& linear_kernels_scalar();
 const LinearKernels& linear_kernels_avx2();
 const LinearKernels& linear_kernels_avx512();
-const LinearKernels& linear_kernels_avx512bf16();  // also needs VBMI
 
 }  // namespace firn::cpu

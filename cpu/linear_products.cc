@@ -226,10 +226,7 @@ void run_dot(const LinearKernels& kernels, const Product& p, int64_t begin, int6
 }  // namespace
 
 const LinearKernels& linear_kernels(Isa isa) {
-  const CpuFeatures& f = cpu_features();
-  if (isa >= Isa::kAvx512) {
-    return f.avx512_bf16 && f.avx512_vbmi ? linear_kernels_avx512bf16() : linear_kernels_avx512();
-  }
+  if (isa >= Isa::kAvx512) return linear_kernels_avx512();
   return isa == Isa::kAvx2 ? linear_kernels_avx2() : linear_kernels_scalar();
 }
 

@@ -242,7 +242,7 @@ class Ops {
  public:
   virtual ~Ops() = default;
 
-  virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16", for the first line and bench rows
+  virtual std::string name() const = 0;  // e.g. "cpu/avx512", for the first line and bench rows
   virtual Space space() const = 0;
   virtual Arena& arena() = 0;  // where views for this object are allocated; charged to its budget
 
