@@ -1,4 +1,4 @@
-// The AVX-512 linear kernels (linear_kernels.h): F, BW, DQ and VL. Newer extensions (VBMI, BF16) gave nothing here that
+// The AVX-512 linear kernels (linear_kernels.h): F, BW, DQ and VL; newer extensions are not used.
 // was measured: the conversions are not what bounds one row, memory is.
 
 // GCC 12 warns about its own _mm512_undefined_ps().
