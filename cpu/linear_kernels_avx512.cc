@@ -1,5 +1,4 @@
 // The AVX-512 linear kernels (linear_kernels.h): F, BW, DQ and VL; newer extensions are not used.
-// was measured: the conversions are not what bounds one row, memory is.
 
 // GCC 12 warns about its own _mm512_undefined_ps().
 #if defined(__GNUC__) && !defined(__clang__)
