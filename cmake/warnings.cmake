@@ -6,6 +6,10 @@ target_compile_options(firn_flags INTERFACE -Wall -Wextra -Wshadow -Wnon-virtual
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # g++ 12 sees overlapping copies in std::string's own code (GCC bug 105651).
   target_compile_options(firn_flags INTERFACE -Wno-restrict)
+  if(FIRN_SANITIZE)
+    # The sanitizers' own checks hide from g++ that the standard library's objects (std::regex) are initialised.
+    target_compile_options(firn_flags INTERFACE -Wno-maybe-uninitialized)
+  endif()
 endif()
 if(CMAKE_BUILD_TYPE STREQUAL "Release")
   target_compile_options(firn_flags INTERFACE -g1)
