@@ -54,8 +54,11 @@ inline __m512 raise_by_rows(__m512 largest, const float* c) {
   return largest;
 }
 
+// The file's flags stop short of AMX, so whatever uses tiles names it.
+#define FIRN_AMX __attribute__((target("amx-tile,amx-bf16")))
+
 // One tile of queries.
-inline void maxima_one(const char* keys, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {
+FIRN_AMX inline void maxima_one(const char* keys, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {
   const int64_t row_bytes = dim * 2;
   __m512 largest = _mm512_set1_ps(-__builtin_inff());
   for (int64_t t = 0; t < n_keys; t += 2 * kTile) {
@@ -81,7 +84,7 @@ inline void maxima_one(const char* keys, int64_t n_keys, int64_t dim, const char
 }
 
 // Two tiles of queries.
-inline void maxima_two(const char* keys, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {
+FIRN_AMX inline void maxima_two(const char* keys, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {
   const int64_t row_bytes = dim * 2, q_step = dim / kTileDims * kTileBytes;
   __m512 low = _mm512_set1_ps(-__builtin_inff()), high = low;
   for (int64_t t = 0; t < n_keys; t += 2 * kTile) {
@@ -118,8 +121,7 @@ inline void maxima_two(const char* keys, int64_t n_keys, int64_t dim, const char
   _mm512_storeu_ps(out + kTile, high);
 }
 
-// The file's flags stop short of AMX: the two configuration instructions need it named.
-__attribute__((target("amx-tile,amx-bf16"))) void block_maxima(const BlockMaximaArgs& a) {
+FIRN_AMX void block_maxima(const BlockMaximaArgs& a) {
   const TileConfig config;
   _tile_loadconfig(&config);
   float* c = static_cast<float*>(a.scratch);

@@ -9,9 +9,11 @@
 //   sum_lanes                    lanes added as a fixed tree: i and i + 8, then + 4, + 2, + 1
 #pragma once
 
+#if defined(__GNUC__) && !defined(__clang__)
 // GCC 12 takes the deliberately undefined registers of its own AVX-512 headers for mistakes of ours.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
