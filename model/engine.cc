@@ -39,6 +39,7 @@ Status Engine::load(storage::FileSystem& fs) {
   } else {
     tokenizer_status_ = tokenizer.status();
   }
+  if (options_.before_load) FIRN_TRY(options_.before_load(*this));
 
   LoadOptions load;
   load.n_readers = options_.load_readers;
@@ -74,7 +75,7 @@ Status Engine::check_fits(int64_t prompt_tokens, int64_t context) const {
   std::string advice;
   const MemoryPlan least = plan(1, 1);
   if (least.total() > limit) {
-    advice = fmt::format("at least --ram {} is needed for this checkpoint", format_size(least.total()));
+    advice = fmt::format("this checkpoint needs at least --ram {}", format_size(least.total()));
   } else {
     // The largest context whose prompt is fed in waves of one chunk.
     int64_t low = 1, high = context;
@@ -92,10 +93,10 @@ Status Engine::check_fits(int64_t prompt_tokens, int64_t context) const {
                                           low, format_size(need.total()));
   }
   return no_memory(fmt::format(
-      "{} tokens of context need {}: weights {}, K/V and index keys {}, a wave of {} tokens {}, scratch {}; {} allows "
-      "{}{}, "
-      "{} short. {}",
-      context, format_size(need.total()), format_size(need.weights_bytes), format_size(need.kv_bytes), prompt_tokens,
+      "{} {}: weights {}, K/V and index keys {}, a wave of {} {}, scratch {}; {} allows {}{}, {} short: {}",
+      context == 1 ? std::string("even one token of context needs") : fmt::format("{} tokens of context need", context),
+      format_size(need.total()), format_size(need.weights_bytes), format_size(need.kv_bytes),
+      prompt_tokens == 1 ? std::string("one token") : fmt::format("{} tokens", prompt_tokens),
       format_size(need.wave_bytes), format_size(need.scratch_bytes), budget_.name(), format_size(limit),
       options_.ram_reason.empty() ? "" : " (" + options_.ram_reason + ")", format_size(need.total() - limit), advice));
 }
@@ -112,12 +113,13 @@ std::string Engine::first_line() const {
   for (const std::string& m : missing_) missing_text += (missing_text.empty() ? "" : ", ") + m;
   const ModelConfig& c = config();
   return fmt::format(
-      "MiniMax-M3 {:.2f}B parameters, {} layers ({} sparse, {} MoE x {} experts), {} | {}{} | {} threads{} | weights "
+      "MiniMax-M3 {} parameters, {} layers ({} sparse, {} MoE x {} experts), {} | {}{} | {} threads{} | weights "
       "{} in RAM "
       "(experts {} all near), KV near | {}",
-      static_cast<double>(survey_.parameters) / 1e9, c.layers, c.n_sparse(), c.n_moe(), c.experts, format_text,
-      ops_->name(), options_.precise ? " precise" : "", team_->size(), team_->pinned() ? " pinned" : "",
-      format_size(weights_.bytes), format_size(weights_.experts_bytes),
+      survey_.parameters >= 100'000'000 ? fmt::format("{:.1f}B", static_cast<double>(survey_.parameters) / 1e9)
+                                        : fmt::format("{:.1f}M", static_cast<double>(survey_.parameters) / 1e6),
+      c.layers, c.n_sparse(), c.n_moe(), c.experts, format_text, ops_->name(), options_.precise ? " precise" : "",
+      team_->size(), team_->pinned() ? " pinned" : "", format_size(weights_.bytes), format_size(weights_.experts_bytes),
       missing_text.empty() ? "nothing missing" : "missing: " + missing_text);
 }
 

@@ -30,6 +30,8 @@
 
 namespace firn::model {
 
+class Engine;
+
 struct EngineOptions {
   std::string model;  // checkpoint folder
   int threads = 1;
@@ -44,6 +46,9 @@ struct EngineOptions {
   bool load_direct = true;
   std::function<void(int64_t done, int64_t total)> load_progress;
   const std::atomic<bool>* cancel = nullptr;  // looked at while loading
+  // Called when headers and tokenizer are read and before the weights are: an error ends open() with it, so that a
+  // request which cannot be served is refused without minutes of reading.
+  std::function<Status(const Engine&)> before_load;
 };
 
 struct MemoryPlan {

@@ -50,7 +50,19 @@ Generation::Generation(Engine* engine, Session* session, GenerateRequest request
   }
 }
 
-Result<std::unique_ptr<Generation>> Generation::start(Engine* engine, Session* session, GenerateRequest request) {
+namespace {
+// Most positions the request may use, and how many tokens it may generate. Sampling the last token needs no position.
+int64_t context_of(const Engine& engine, const GenerateRequest& request) {
+  const int64_t limit = engine.config().max_positions;
+  return request.context > 0 ? std::min(request.context, limit) : limit;
+}
+int64_t tokens_allowed(const Engine& engine, const GenerateRequest& request) {
+  const int64_t room = context_of(engine, request) - static_cast<int64_t>(request.prompt.size()) + 1;
+  return request.max_tokens < 0 ? room : std::min(request.max_tokens, room);
+}
+}  // namespace
+
+Status Generation::check(const Engine& engine, const GenerateRequest& request) {
   FIRN_TRY(request.sampling.validate());
   for (const std::string& stop : request.stops) {
     if (stop.empty()) return invalid("a stop string is empty: give at least one character");
@@ -60,22 +72,30 @@ Result<std::unique_ptr<Generation>> Generation::start(Engine* engine, Session* s
     return invalid(fmt::format("max tokens is {}: give 1 or more", request.max_tokens));
   }
   const int64_t n = static_cast<int64_t>(request.prompt.size());
-  const int64_t limit = engine->config().max_positions;
-  const int64_t context = request.context > 0 ? std::min(request.context, limit) : limit;
+  const int64_t vocab = engine.config().vocab;
+  for (int64_t i = 0; i < n; ++i) {
+    if (request.prompt[i] < 0 || request.prompt[i] >= vocab) {
+      return invalid(
+          fmt::format("token id {} at position {}: the vocabulary has ids 0 to {}", request.prompt[i], i, vocab - 1));
+    }
+  }
+  const int64_t limit = engine.config().max_positions;
+  const int64_t context = context_of(engine, request);
   if (n > context) {
     return invalid(
         fmt::format("the prompt has {} tokens, the context {} ({}): {} too many. Shorten the prompt{}", n, context,
                     request.context > 0 && request.context <= limit ? "--ctx" : "the model's maximum context length",
                     n - context, request.context > 0 && request.context < limit ? " or raise --ctx" : ""));
   }
-  // Sampling the last token needs no position for it.
-  const int64_t room = context - n + 1;
-  request.max_tokens = request.max_tokens < 0 ? room : std::min(request.max_tokens, room);
   // Without a planned context, plan for the prompt and an answer of the usual length.
-  const int64_t answer = request.max_tokens - 1;
+  const int64_t answer = tokens_allowed(engine, request) - 1;
   const int64_t planned = request.context > 0 ? context : n + std::min<int64_t>(answer, 4096);
-  FIRN_TRY(engine->check_fits(n, planned));
+  return engine.check_fits(n, planned);
+}
 
+Result<std::unique_ptr<Generation>> Generation::start(Engine* engine, Session* session, GenerateRequest request) {
+  FIRN_TRY(check(*engine, request));
+  request.max_tokens = tokens_allowed(*engine, request);
   std::unique_ptr<Generation> g(new Generation(engine, session, std::move(request)));
   g->started_ = std::chrono::steady_clock::now();
   g->cached_tokens_ = session->reuse_prefix(g->request_.prompt);

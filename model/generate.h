@@ -41,7 +41,10 @@ struct GenerateTimings {
 
 class Generation {
  public:
-  // Checks everything that can be refused before work starts: sampling options, stop strings, context, memory.
+  // Everything that can be refused before work starts: sampling options, stop strings, token ids, context, memory.
+  // Needs no loaded weights.
+  static Status check(const Engine& engine, const GenerateRequest& request);
+  // check(), then begins.
   static Result<std::unique_ptr<Generation>> start(Engine* engine, Session* session, GenerateRequest request);
 
   bool finished() const { return finish_ != Finish::kRunning; }

@@ -7,16 +7,31 @@
 #include <cstdio>
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "runtime/progress.h"
 
 namespace firn::tools {
+
+std::string clean_text(const std::string& name, std::string_view bytes) {
+  const bool utf16 = bytes.substr(0, 2) == "\xFF\xFE" || bytes.substr(0, 2) == "\xFE\xFF";
+  if (bytes.substr(0, 3) == "\xEF\xBB\xBF") bytes.remove_prefix(3);
+  int64_t replaced = 0;
+  std::string text = model::sanitize_utf8(bytes, &replaced);
+  if (replaced > 0) {
+    const std::string hint = utf16 ? ". It looks like UTF-16: convert it to UTF-8 first" : "";
+    std::fprintf(stderr, "firn: %s: %lld invalid UTF-8 sequence%s replaced by U+FFFD%s\n", name.c_str(),
+                 static_cast<long long>(replaced), replaced == 1 ? "" : "s", hint.c_str());
+  }
+  return text;
+}
 
 Status drive(model::Generation* generation, const StreamTo& to) {
   std::optional<Progress> progress;
   const int64_t prompt = generation->prompt_tokens();
   if (to.progress) progress.emplace("reading the prompt", prompt, "tokens", false);
   Status status;
+  bool thinking_shown = false;
   while (!generation->finished()) {
     if (interrupted().load()) {
       generation->cancel();
@@ -39,10 +54,12 @@ Status drive(model::Generation* generation, const StreamTo& to) {
     }
     for (const model::StreamEvent& event : generation->take_events()) {
       if (event.kind == model::StreamEvent::Kind::kContent && to.text) {
+        if (std::exchange(thinking_shown, false)) std::fputs("\n\n", stderr);
         std::fwrite(event.text.data(), 1, event.text.size(), stdout);
         std::fflush(stdout);
       } else if (event.kind == model::StreamEvent::Kind::kReasoning && to.reasoning) {
         std::fwrite(event.text.data(), 1, event.text.size(), stderr);
+        thinking_shown = true;
       }
     }
   }

@@ -18,6 +18,10 @@ struct StreamTo {
 // Runs to the end, or to the first Ctrl-C (then cancels and returns kCancelled; what was said stays in `generation`).
 Status drive(model::Generation* generation, const StreamTo& to);
 
+// A document's or a prompt's bytes as text: a byte order mark is dropped, broken UTF-8 becomes U+FFFD and is said once
+// under the file's name. Line ends and NUL bytes stay as they are.
+std::string clean_text(const std::string& name, std::string_view bytes);
+
 // The JSON object of cli.md for `firn run`, without `evidence`.
 nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Generation& generation, bool prompt_ids,
                                    const std::vector<int32_t>& prompt);

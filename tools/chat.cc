@@ -5,6 +5,7 @@
 
 #include <cstdio>
 
+#include "runtime/units.h"
 #include "storage/file.h"
 #include "tools/answer.h"
 
@@ -98,10 +99,9 @@ int run_chat(model::Engine* engine, const ChatOptions& options, const Globals& g
         report(text.status());
         continue;
       }
-      int64_t replaced = 0;
-      document += model::sanitize_utf8(*text, &replaced) + "\n\n";
-      std::fprintf(stderr, "(%zu bytes will precede your next message%s)\n", text->size(),
-                   replaced > 0 ? fmt::format("; {} invalid UTF-8 sequences replaced", replaced).c_str() : "");
+      document += clean_text(line.substr(at), *text) + "\n\n";
+      std::fprintf(stderr, "(%s will precede your next message)\n",
+                   format_size(static_cast<int64_t>(text->size())).c_str());
       continue;
     }
     if (line[0] == '/') {
@@ -128,7 +128,6 @@ int run_chat(model::Engine* engine, const ChatOptions& options, const Globals& g
       conversation.messages.pop_back();
       continue;
     }
-    document.clear();
     StreamTo to;
     to.reasoning = true;
     to.progress = !globals.quiet;
@@ -141,6 +140,13 @@ int run_chat(model::Engine* engine, const ChatOptions& options, const Globals& g
     } else if (!status.ok()) {
       report(status);
     }
+    if (!status.ok() && generation->token_ids().empty()) {
+      // Nothing was said: a turn with an empty answer would only confuse the next one.
+      std::fputs("(the message is taken back; its documents still precede your next one)\n", stderr);
+      conversation.messages.pop_back();
+      continue;
+    }
+    document.clear();
     model::Message answer;
     answer.role = "assistant";
     answer.content.push_back({model::Part::Kind::kText, generation->text()});

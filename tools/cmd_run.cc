@@ -3,10 +3,14 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
-#include <iterator>
+#include <filesystem>
 #include <random>
 
+#include "model/utf8.h"
+#include "runtime/units.h"
+#include "storage/file.h"
 #include "storage/safetensors.h"
 #include "tools/answer.h"
 #include "tools/chat.h"
@@ -33,41 +37,32 @@ struct RunFlags {
 
 std::string base_name(const std::string& path) { return path.substr(path.find_last_of('/') + 1); }
 
-// Text of a file as UTF-8; broken bytes are replaced, which is said once.
-Result<std::string> read_utf8(const std::string& path) {
+Result<std::string> read_document(const std::string& path) {
   FIRN_ASSIGN(const std::string raw, storage::read_text_file(FileSystem::real(), path, kMostTextBytes));
-  int64_t replaced = 0;
-  std::string text = model::sanitize_utf8(raw, &replaced);
-  if (replaced > 0) {
-    std::fprintf(stderr, "firn: %s: %lld invalid UTF-8 sequences replaced by U+FFFD\n", path.c_str(),
-                 static_cast<long long>(replaced));
-  }
-  return text;
+  return clean_text(path, raw);
 }
 
 Result<std::string> read_prompt(const RunFlags& flags) {
-  if (flags.prompt_file.empty()) {
-    int64_t replaced = 0;
-    return model::sanitize_utf8(flags.prompt, &replaced);
-  }
-  if (flags.prompt_file != "-") return read_utf8(flags.prompt_file);
+  if (flags.prompt_file.empty()) return clean_text("--prompt", flags.prompt);
+  if (flags.prompt_file != "-") return read_document(flags.prompt_file);
   std::string raw;
   char buffer[65536];
-  for (size_t n; (n = std::fread(buffer, 1, sizeof(buffer), stdin)) > 0;) raw.append(buffer, n);
-  int64_t replaced = 0;
-  std::string text = model::sanitize_utf8(raw, &replaced);
-  if (replaced > 0) {
-    std::fprintf(stderr, "firn: standard input: %lld invalid UTF-8 sequences replaced by U+FFFD\n",
-                 static_cast<long long>(replaced));
+  for (size_t n; (n = std::fread(buffer, 1, sizeof(buffer), stdin)) > 0;) {
+    raw.append(buffer, n);
+    if (static_cast<int64_t>(raw.size()) > kMostTextBytes) {
+      return invalid(fmt::format("standard input: expected at most {} of text", format_size(kMostTextBytes)));
+    }
   }
-  return text;
+  if (interrupted().load()) return cancelled("interrupted while reading standard input: nothing was computed");
+  if (std::ferror(stdin) != 0) return io_error("standard input cannot be read");
+  return clean_text("standard input", raw);
 }
 
 // One document: its text, a blank line, the question. Several: each under a line with its name.
 Result<std::string> with_documents(const RunFlags& flags, const std::string& question) {
   std::string text;
   for (const std::string& path : flags.files) {
-    FIRN_ASSIGN(const std::string document, read_utf8(path));
+    FIRN_ASSIGN(const std::string document, read_document(path));
     if (flags.files.size() > 1) text += base_name(path) + "\n";
     text += document + "\n\n";
   }
@@ -163,19 +158,18 @@ Result<Prompt> build_prompt(const RunFlags& f) {
     return p;
   }
   FIRN_ASSIGN(const std::string question, read_prompt(f));
-  if (question.find_first_not_of(" \t\r\n") == std::string::npos && f.files.empty()) {
+  FIRN_ASSIGN(std::string text, with_documents(f, question));
+  if (text.find_first_not_of(" \t\r\n") == std::string::npos) {
     return invalid("the prompt is empty: there is nothing to answer");
   }
-  FIRN_ASSIGN(std::string text, with_documents(f, question));
   if (f.raw) {
     p.raw_text = std::move(text);
     return p;
   }
   if (!f.system.empty()) {
-    int64_t replaced = 0;
     model::Message system;
     system.role = "system";
-    system.content.push_back({model::Part::Kind::kText, model::sanitize_utf8(f.system, &replaced)});
+    system.content.push_back({model::Part::Kind::kText, clean_text("--system", f.system)});
     p.conversation.messages.push_back(std::move(system));
   }
   model::Message user;
@@ -200,6 +194,23 @@ Status to_ids(const model::Engine& engine, Prompt* p) {
   return {};
 }
 
+// Whether a file can appear under `path`, asked before hours of work depend on it.
+Status check_writable(const std::string& option, const std::string& path) {
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {
+    return invalid(fmt::format("{} {}: expected a file name, found a folder", option, path));
+  }
+  const std::string trial = storage::temporary_name(path);
+  auto file = FileSystem::real().open(trial, storage::OpenMode::kCreate);
+  storage::remove_quietly(trial);
+  if (file.ok()) return {};
+  const std::string folder = path.find('/') == std::string::npos ? "." : path.substr(0, path.find_last_of('/') + 1);
+  if (!std::filesystem::is_directory(folder, error)) {
+    return not_found(fmt::format("{} {}: its folder {} does not exist: create it first", option, path, folder));
+  }
+  return file.status().with_context(fmt::format("{} {}: no file can be made there", option, path));
+}
+
 Status write_logits(const std::string& path, const model::Generation& generation, int64_t vocab) {
   const auto& rows = generation.kept_logits();
   FIRN_ASSIGN(auto writer, storage::SafetensorsWriter::create(
@@ -216,11 +227,11 @@ void print_stats(const model::Engine& engine, const model::Generation& g) {
       stderr, "%s\n",
       fmt::format(
           "prompt {} tokens ({} reused) in {:.2f} s, {:.1f} tok/s | answer {} tokens in {:.2f} s, {:.1f} tok/s | "
-          "peak memory {:.1f} MiB | {}",
+          "peak memory {} | {}",
           g.prompt_tokens(), g.cached_tokens(), t.prefill_s,
           t.prefill_s > 0 ? static_cast<double>(computed) / t.prefill_s : 0.0, n, t.decode_s,
-          t.decode_s > 0 ? static_cast<double>(n - 1) / t.decode_s : 0.0,
-          static_cast<double>(peak_rss_bytes()) / 1048576.0, model::finish_name(g.finish()))
+          t.decode_s > 0 ? static_cast<double>(n - 1) / t.decode_s : 0.0, format_size(peak_rss_bytes()),
+          model::finish_name(g.finish()))
           .c_str());
   const KernelStats& k = engine.kernel_stats();
   if (k.index_blocks_scored > 0) {
@@ -231,19 +242,45 @@ void print_stats(const model::Engine& engine, const model::Generation& g) {
   }
 }
 
+// The beginning of a passage on one line.
+std::string excerpt(const std::string& text) {
+  constexpr size_t kMostBytes = 160;
+  std::string out(text, 0, std::min(text.size(), kMostBytes));
+  out.resize(model::utf8_complete_prefix(out));
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) c = ' ';
+  }
+  return out + (out.size() < text.size() ? " ..." : "");
+}
+
+void print_evidence(const model::Engine& engine, const model::Generation& g, const std::vector<Evidence>& evidence) {
+  const model::ModelConfig& c = engine.config();
+  const int64_t blocks = (g.prompt_tokens() + c.block_tokens - 1) / c.block_tokens;
+  if (blocks <= c.topk_blocks) {
+    std::fprintf(stderr,
+                 "evidence: the prompt has %lld passages of %lld tokens and all of them were read: none stands out\n",
+                 static_cast<long long>(blocks), static_cast<long long>(c.block_tokens));
+    return;
+  }
+  std::fputs(evidence.empty() ? "evidence: none (no passage beyond the answer's own was chosen)\n"
+                              : "evidence: passages chosen most often while answering\n",
+             stderr);
+  for (const Evidence& e : evidence) {
+    std::fprintf(stderr, "  %4.1f %%  tokens %lld to %lld: %s\n", 100 * e.share, static_cast<long long>(e.token_begin),
+                 static_cast<long long>(e.token_end), excerpt(e.text).c_str());
+  }
+}
+
 int run_once(const RunFlags& f, const Globals& globals) {
   auto prompt = build_prompt(f);
   if (prompt.status().code() == Code::kUnsupported) return usage_error(prompt.status().message());
   if (!prompt.ok()) return report(prompt.status());
-  auto engine = open_engine(f.engine, globals);
-  if (!engine.ok()) return report(engine.status());
-  if (Status s = to_ids(**engine, &*prompt); !s.ok()) return report(s);
-
+  if (!f.logits.empty()) {
+    if (Status s = check_writable("--logits", f.logits); !s.ok()) return report(s);
+  }
   model::GenerateRequest request;
-  request.prompt = prompt->ids;
   request.max_tokens = f.max_tokens;
   request.context = f.engine.ctx;
-  request.sampling = sampling(f, (*engine)->config());
   request.stops = f.stops;
   request.ignore_eos = f.ignore_eos;
   request.parse = prompt->templated;
@@ -251,6 +288,13 @@ int run_once(const RunFlags& f, const Globals& globals) {
   request.tools = prompt->conversation.tools;
   request.keep_logits = !f.logits.empty();
   request.capture_blocks = f.evidence;
+  auto engine = open_engine(f.engine, globals, [&](const model::Engine& opened) -> Status {
+    FIRN_TRY(to_ids(opened, &*prompt));
+    request.prompt = prompt->ids;
+    request.sampling = sampling(f, opened.config());
+    return model::Generation::check(opened, request);
+  });
+  if (!engine.ok()) return report(engine.status());
   model::Session session = (*engine)->new_session();
   auto generation = model::Generation::start(engine->get(), &session, std::move(request));
   if (!generation.ok()) return report(generation.status());
@@ -284,14 +328,7 @@ int run_once(const RunFlags& f, const Globals& globals) {
     for (const model::ToolCall& call : g.tool_calls()) {
       std::printf("[tool call] %s(%s)\n", call.name.c_str(), call.arguments.dump().c_str());
     }
-    if (f.evidence) {
-      std::fputs(evidence.empty() ? "evidence: none (no block beyond the answer's own was chosen)\n" : "evidence:\n",
-                 stderr);
-    }
-    for (const Evidence& e : evidence) {
-      std::fprintf(stderr, "  %4.1f %% of choices, tokens %lld to %lld: %s\n", 100 * e.share,
-                   static_cast<long long>(e.token_begin), static_cast<long long>(e.token_end), e.text.c_str());
-    }
+    if (f.evidence) print_evidence(**engine, g, evidence);
   }
   if (f.stats) print_stats(**engine, g);
   return status.ok() ? 0 : report(status);
@@ -325,30 +362,41 @@ Runner add_run(CLI::App& app, const Globals& globals) {
   auto flags = std::make_shared<RunFlags>();
   RunFlags& f = *flags;
   add_engine_flags(app, &f.engine);
-  auto* prompt = app.add_option("--prompt", f.prompt, "the question or message");
-  auto* prompt_file = app.add_option("--prompt-file", f.prompt_file, "read it from a file, or - for standard input");
+  auto* prompt = app.add_option("--prompt", f.prompt, "the question or message")->option_text("TEXT");
+  auto* prompt_file = app.add_option("--prompt-file", f.prompt_file, "read it from a file, or - for standard input")
+                          ->option_text("FILE");
   prompt->excludes(prompt_file);
-  app.add_option("--file", f.files, "a document to put before the prompt; may be given several times");
-  app.add_option("--system", f.system, "system message");
-  app.add_option("--messages", f.messages, "OpenAI message list (JSON file), tools allowed");
+  app.add_option("--file", f.files, "a document to put before the prompt; may be given several times")
+      ->option_text("FILE");
+  app.add_option("--system", f.system, "system message")->option_text("TEXT");
+  app.add_option("--messages", f.messages, "OpenAI message list (JSON file), tools allowed")->option_text("FILE");
   app.add_flag("--raw", f.raw, "no chat template: the prompt as it is");
-  app.add_option("--tokens", f.tokens, "token ids (JSON file) as the whole prompt");
-  app.add_option("--max-tokens", f.max_tokens, "most tokens of the answer; default: what is left of the context");
+  app.add_option("--tokens", f.tokens, "token ids (JSON file) as the whole prompt")->option_text("FILE");
+  app.add_option("--max-tokens", f.max_tokens, "most tokens of the answer; default: what is left of the context")
+      ->option_text("N");
   app.add_option("--temperature", f.temperature, "0 = greedy; default: the checkpoint's")
-      ->check(CLI::Range(0.0, 100.0));
-  app.add_option("--top-p", f.top_p, "default: the checkpoint's")->check(CLI::Range(0.0, 1.0));
+      ->check(CLI::Range(0.0, 100.0))
+      ->option_text("X");
+  app.add_option("--top-p", f.top_p, "default: the checkpoint's")->check(CLI::Range(0.0, 1.0))->option_text("X");
   app.add_option("--top-k", f.top_k, "0 = off; filters apply in the order temperature, top-k, top-p, min-p")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 30));
-  app.add_option("--min-p", f.min_p)->check(CLI::Range(0.0, 1.0));
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 30))
+      ->option_text("N");
+  app.add_option("--min-p", f.min_p, "0 = off: drop tokens less probable than this share of the best")
+      ->check(CLI::Range(0.0, 1.0))
+      ->option_text("X");
   app.add_option("--seed", f.seed, "same seed, same answer; default: a new one each time")
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--stop", f.stops, "end the answer before this text; may be given several times");
+      ->check(CLI::NonNegativeNumber)
+      ->option_text("N");
+  app.add_option("--stop", f.stops, "end the answer before this text; may be given several times")->option_text("TEXT");
   app.add_flag("--greedy", f.greedy, "always the most probable token");
   app.add_flag("--ignore-eos", f.ignore_eos, "go on after the end token, up to --max-tokens");
-  app.add_option("--thinking", f.thinking, "enabled, disabled or adaptive");
-  app.add_option("--session", f.session, "reopen or create a saved session (not in this version)");
+  app.add_option("--thinking", f.thinking, "enabled, disabled or adaptive")->option_text("MODE");
+  app.add_option("--session", f.session, "reopen or create a saved session")
+      ->option_text("FILE")
+      ->group("Known, but refused by this version");
   app.add_flag("--evidence", f.evidence, "show which passages the answer's block choices used");
-  app.add_option("--logits", f.logits, "write the fp32 logits of every generated step to a safetensors file");
+  app.add_option("--logits", f.logits, "write the fp32 logits of every generated step to a safetensors file")
+      ->option_text("FILE");
   app.add_flag("--stats", f.stats, "speed and memory at the end");
   return [flags, prompt, prompt_file, &globals] {
     RunFlags& run = *flags;

@@ -13,29 +13,45 @@
 
 namespace firn::tools {
 
+namespace {
+
+constexpr const char* kLater = "Known, but refused by this version";
+
+// Shows `name` for the value in the help, and only that. A check's own words still stand in its error.
+CLI::Option* typed(CLI::Option* option, const char* name, const char* group = nullptr) {
+  if (group != nullptr) option->group(group);
+  return option->option_text(name);
+}
+
+}  // namespace
+
 void add_engine_flags(CLI::App& app, EngineFlags* f) {
-  app.add_option("--model", f->model, "checkpoint folder")->required();
-  app.add_option("--device", f->device, "auto, cpu or cuda:N (this version computes on the CPU)")
-      ->capture_default_str();
-  app.add_option("--threads", f->threads, "worker threads; default: the physical cores allowed to us")
+  typed(app.add_option("--model", f->model, "checkpoint folder"), "DIR (needed)")->required();
+  typed(app.add_option("--device", f->device, "cpu or cuda:N; default: auto (this version computes on the CPU)"),
+        "NAME");
+  typed(app.add_option("--threads", f->threads, "worker threads; default: the physical cores allowed to us"), "N")
       ->check(CLI::Range(1, 4096));
-  app.add_option("--ctx", f->ctx, "positions to plan for; default: fitted to the input")
+  typed(app.add_option("--ctx", f->ctx, "positions to plan for; default: fitted to the input"), "N")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
-  app.add_option("--ram", f->ram, "everything firn may hold in host memory; default: 90 % of what is free for us");
-  app.add_option("--wave", f->wave, "most tokens in one prefill wave; default: the whole prompt")
+  typed(
+      app.add_option("--ram", f->ram, "everything firn may hold in host memory; default: 90 % of what is free for us"),
+      "SIZE");
+  typed(app.add_option("--wave", f->wave, "most tokens in one prefill wave; default: the whole prompt"), "N")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
-  app.add_option("--kv-dtype", f->kv_dtype, "storage of K, V and index keys: bf16 or f32")->capture_default_str();
+  typed(app.add_option("--kv-dtype", f->kv_dtype, "storage of K, V and index keys, bf16 or f32; default: bf16"),
+        "TYPE");
   app.add_flag("--precise", f->precise, "f32 weights, activations, caches and products");
   // Known names whose features come with the memory tiers: refused by check_engine_flags, never ignored.
-  app.add_option("--vram", f->vram, "device memory to use (no device in this version)");
-  app.add_option("--kv-vram", f->kv_vram, "KV blocks kept on the device (no device in this version)");
-  app.add_option("--kv-ram", f->kv_ram, "KV blocks kept in host memory (no tier below it in this version)");
-  app.add_option("--expert-ram", f->expert_ram, "slot cache for experts (all are resident in this version)");
-  app.add_option("--kv-dir", f->kv_dir, "where far KV goes (not in this version)");
-  app.add_option("--kv-disk", f->kv_disk, "most that far KV may take on disk (not in this version)");
-  app.add_option("--prefetch", f->prefetch, "auto or off; kv, experts and all are not in this version")
-      ->capture_default_str();
-  app.add_option("--trace", f->trace, "record routing and block choices (not in this version)");
+  typed(app.add_option("--vram", f->vram, "device memory to use"), "SIZE", kLater);
+  typed(app.add_option("--kv-vram", f->kv_vram, "KV blocks kept on the device"), "SIZE", kLater);
+  typed(app.add_option("--kv-ram", f->kv_ram, "KV blocks kept in host memory"), "SIZE", kLater);
+  typed(app.add_option("--expert-ram", f->expert_ram, "slot cache for experts"), "SIZE", kLater);
+  typed(app.add_option("--kv-dir", f->kv_dir, "where far KV goes"), "DIR", kLater);
+  typed(app.add_option("--kv-disk", f->kv_disk, "most that far KV may take on disk"), "SIZE", kLater);
+  typed(app.add_option("--prefetch", f->prefetch,
+                       "auto or off; default: auto (kv, experts and all are not in this version)"),
+        "WHAT");
+  typed(app.add_option("--trace", f->trace, "record routing and block choices"), "FILE", kLater);
 }
 
 int check_engine_flags(const EngineFlags& f) {
@@ -79,7 +95,8 @@ int check_engine_flags(const EngineFlags& f) {
   return 0;
 }
 
-Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const Globals& globals) {
+Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const Globals& globals,
+                                                   std::function<Status(const model::Engine&)> before_load) {
   FIRN_ASSIGN(const Topology topology, Topology::detect());
   model::EngineOptions options;
   options.model = f.model;
@@ -90,6 +107,7 @@ Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const G
   options.kv_dtype = f.kv_dtype == "f32" ? DType::kF32 : DType::kBf16;
   FIRN_ASSIGN(options.isa, cpu::choose_isa());
   options.cancel = &interrupted();
+  options.before_load = std::move(before_load);
   if (f.ram.empty()) {
     options.ram_bytes = topology.memory_usable_bytes / 10 * 9;
     options.ram_reason = "90 % of what is free for us: " + topology.memory_usable_reason;

@@ -1,6 +1,7 @@
 // The engine options of cli.md, shared by every command that loads a model.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +26,8 @@ void add_engine_flags(CLI::App& app, EngineFlags* flags);
 int check_engine_flags(const EngineFlags& flags);
 
 // Loads the model with a progress bar; prints the first line to stderr. REQUIRES check_engine_flags() == 0.
-Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& flags, const Globals& globals);
+// `before_load` may refuse the work once headers and tokenizer are read and before the weights are.
+Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& flags, const Globals& globals,
+                                                   std::function<Status(const model::Engine&)> before_load = {});
 
 }  // namespace firn::tools

@@ -126,7 +126,9 @@ int parse_failure(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
   for (const CLI::App* sub : app.get_subcommands()) where = sub;
   std::string message = error.what();
-  if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) {
+  // A missing required option is often a misspelt one: the words nobody knows come first.
+  const std::vector<std::string> extras = where->remaining(true);
+  if (!extras.empty()) {
     std::vector<std::string> names;
     for (const CLI::Option* option : where->get_options()) {
       for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
@@ -134,11 +136,13 @@ int parse_failure(const CLI::App& app, const CLI::ParseError& error) {
     if (where == &app) {
       for (const Command& command : kCommands) names.push_back(command.name);
     }
-    const std::vector<std::string> extras = where->remaining(true);
-    const std::string word = extras.empty() ? "" : extras.front().substr(0, extras.front().find('='));
+    const std::string word = extras.front().substr(0, extras.front().find('='));
     const std::string close = nearest(word, names);
-    message = fmt::format("unknown {} '{}'{}", word.rfind("-", 0) == 0 ? "option" : "word", word,
-                          close.empty() ? "" : fmt::format("; did you mean {}?", close));
+    message = fmt::format("unknown {} '{}'{}",
+                          word.rfind("-", 0) == 0 ? "option"
+                          : where == &app         ? "command"
+                                                  : "word",
+                          word, close.empty() ? "" : fmt::format("; did you mean {}?", close));
   }
   const std::string name = where == &app ? "" : " " + where->get_name();
   return usage_error(fmt::format("{}. See `firn help{}`.", message, name));
@@ -180,12 +184,14 @@ int run_main(int argc, char** argv) {
   };
   app.formatter(std::make_shared<Formatter>());
 
+  // CLI11 answers help() with that of the chosen subcommand, so the overview is taken before there is one.
+  const std::string overview = app.help();
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
     const CLI::App* where = &app;
     for (const CLI::App* sub : app.get_subcommands()) where = sub;
-    std::fputs(where->help().c_str(), stdout);
+    std::fputs(where == &app ? overview.c_str() : where->help("firn").c_str(), stdout);
     return 0;
   } catch (const CLI::ParseError& error) {
     return parse_failure(app, error);
@@ -196,23 +202,24 @@ int run_main(int argc, char** argv) {
   }
   if (help->parsed()) {
     if (topic.empty()) {
-      std::fputs(app.help().c_str(), stdout);
+      std::fputs(overview.c_str(), stdout);
       return 0;
     }
     std::vector<std::string> names;
     for (const Command& command : kCommands) {
       names.push_back(command.name);
       if (topic == command.name) {
-        std::fputs(app.get_subcommand(topic)->help().c_str(), stdout);
+        std::fputs(app.get_subcommand(topic)->help("firn").c_str(), stdout);
         return 0;
       }
     }
     const std::string close = nearest(topic, names);
-    return usage_error(fmt::format("no command '{}'{}", topic, close.empty() ? "" : "; did you mean " + close + "?"));
+    return usage_error(fmt::format("unknown command '{}'{}. See `firn help`.", topic,
+                                   close.empty() ? "" : "; did you mean " + close + "?"));
   }
   const std::vector<CLI::App*> chosen = app.get_subcommands();
   if (chosen.empty()) {
-    std::fputs(app.help().c_str(), stderr);
+    std::fputs(overview.c_str(), stderr);
     return 2;
   }
   return runners.at(chosen.front())();
