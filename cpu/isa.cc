@@ -75,7 +75,7 @@ std::string text_of(std::initializer_list<unsigned> words) {
 }
 
 std::string brand_string() {
-  if (__get_cpuid_max(0x80000000u, nullptr) < 0x80000004u) return "unknown";
+  if (static_cast<unsigned>(__get_cpuid_max(0x80000000u, nullptr)) < 0x80000004u) return "unknown";
   std::string out;
   for (unsigned leaf = 0x80000002u; leaf <= 0x80000004u; ++leaf) {
     const Registers r = cpuid(leaf, 0);
