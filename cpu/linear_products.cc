@@ -5,6 +5,8 @@
 #include <array>
 #include <cstring>
 
+#include "cpu/amx_gemm.h"
+
 namespace firn::cpu {
 namespace {
 
@@ -65,6 +67,19 @@ int64_t dot_piece_rows(const WeightView& w, int64_t most) {
   return std::clamp<int64_t>(kDotPieceBytes / row_bytes / 4 * 4, 4, most);
 }
 
+// Products on matrix tiles of our own; others of path kGemm go to oneDNN.
+bool on_tiles(const Product& p, bool amx) {
+  return amx && p.path == LinearPath::kGemm && p.type == GemmType::kBf16 && p.x_bf16 != nullptr &&
+         p.w.cols % kAmxDims == 0 && p.w.rows % kAmxRows == 0;
+}
+
+// Few input rows: they and a narrow tile of weights share the second-level cache. Many: a wide tile is used by all of
+// them.
+int64_t amx_tile_rows(const Product& p) {
+  if (p.rows <= 128) return 32;
+  return std::clamp<int64_t>((int64_t{1200} << 10) / (p.w.cols * 2) / 32 * 32, 32, 128);
+}
+
 // Output rows and input rows of the pieces a product is cut into.
 struct Cut {
   int64_t first = 0;  // number of its first piece
@@ -88,7 +103,7 @@ Cut cut_product(const Product& p, bool amx, int64_t first) {
       c.chunk = kChunkRows;
       break;
     case LinearPath::kGemm:
-      c.tile = gemm_tile_rows(p.type, p.w.cols, amx);
+      c.tile = on_tiles(p, amx) ? amx_tile_rows(p) : gemm_tile_rows(p.type, p.w.cols, amx);
       // A last chunk of fewer than kMinGemmRows rows goes with the one before it.
       c.chunk = kChunkRows;
       break;
@@ -198,22 +213,69 @@ int64_t tile_bytes(const Product& p, const Cut& c, bool stored, int64_t halves) 
 // Scratch of every thread, laid end to end.
 class ThreadScratch {
  public:
-  ThreadScratch(const LinearContext& context, int64_t tile, int64_t values, int64_t pad)
+  // `shared` bytes for all threads lie before it.
+  ThreadScratch(const LinearContext& context, int64_t shared, int64_t tile, int64_t values, int64_t pad)
       : tile_(round_up(tile, 4096)), values_(round_up(values * 4, 4096)), pad_(round_up(pad, 4096)) {
     each_ = tile_ + values_ + pad_;
-    base_ = each_ == 0 ? nullptr : context.scratch(each_ * context.team->size());
-    ok_ = each_ == 0 || base_ != nullptr;
+    const int64_t total = round_up(shared, 4096) + each_ * context.team->size();
+    shared_ = total == 0 ? nullptr : context.scratch(total);
+    ok_ = total == 0 || shared_ != nullptr;
+    base_ = ok_ ? shared_ + round_up(shared, 4096) : nullptr;
   }
   bool ok() const { return ok_; }
+  std::byte* shared() const { return shared_; }
   std::byte* tile(int thread) const { return base_ + thread * each_; }
   float* values(int thread) const { return reinterpret_cast<float*>(base_ + thread * each_ + tile_); }
   std::byte* pad(int thread) const { return base_ + thread * each_ + tile_ + values_; }
 
  private:
   int64_t tile_, values_, pad_, each_ = 0;
+  std::byte* shared_ = nullptr;
   std::byte* base_ = nullptr;
   bool ok_ = false;
 };
+
+// Inputs of products on matrix tiles, each packed once however many products read it.
+class PackedInputs {
+ public:
+  void need(const Product& p) {
+    if (find(p) != nullptr) return;
+    inputs_.push_back({p.x_bf16, p.x_stride, p.rows, p.w.cols, bytes_});
+    bytes_ += amx_packed_bytes(p.rows, p.w.cols);
+  }
+  int64_t bytes() const { return bytes_; }
+  void pack(ThreadTeam* team, std::byte* memory) {
+    memory_ = memory;
+    for (const Input& in : inputs_) {
+      team->parallel_for(in.rows, kAmxRows, [&](int64_t begin, int64_t end, int) {
+        amx_kernels().pack_x(in.x + begin * in.stride, in.stride, end - begin, in.k, memory + in.at + begin * in.k * 2);
+      });
+    }
+  }
+  // `row` is a multiple of kAmxRows.
+  const void* at(const Product& p, int64_t row) const { return memory_ + find(p)->at + row * p.w.cols * 2; }
+
+ private:
+  struct Input {
+    const uint16_t* x;
+    int64_t stride, rows, k, at;
+  };
+  const Input* find(const Product& p) const {
+    for (const Input& in : inputs_) {
+      if (in.x == p.x_bf16 && in.stride == p.x_stride && in.rows == p.rows && in.k == p.w.cols) return &in;
+    }
+    return nullptr;
+  }
+  std::vector<Input> inputs_;
+  int64_t bytes_ = 0;
+  std::byte* memory_ = nullptr;
+};
+
+void run_tiles(const Product& p, const PackedInputs& packed, const void* w, bool stored, int64_t n, int64_t row,
+               int64_t rows, float* out, int64_t out_stride) {
+  amx_kernels().gemm(
+      {w, (stored ? p.w.cols : tile_stride(p.w.cols)) * 2, n, packed.at(p, row), rows, p.w.cols, out, out_stride});
+}
 
 Status refused() { return {Code::kNoMemory, ""}; }
 
@@ -266,18 +328,22 @@ Status run_products(const LinearContext& context, std::span<const Product> produ
   const LinearKernels& kernels = *context.kernels;
   std::vector<Cut> cuts;
   Gemms gemms(context.gemms);
+  PackedInputs packed;
   int64_t first = 0, tile = 0;
   for (const Product& p : products) {
     const Cut c = cut_product(p, context.amx, first);
     first += c.tiles * c.chunks;
     tile = std::max(tile, tile_bytes(p, c, stored_as_gemm(p.w, p.type), 1));
-    if (p.path == LinearPath::kGemm && c.tiles > 0)
+    if (on_tiles(p, context.amx))
+      packed.need(p);
+    else if (p.path == LinearPath::kGemm && c.tiles > 0)
       FIRN_TRY(need_gemms(gemms, p, c, stored_as_gemm(p.w, p.type), 1, c.chunk, p.out_stride));
     cuts.push_back(c);
   }
   const Cuts pieces(std::move(cuts));
-  const ThreadScratch scratch(context, tile, 0, gemms.scratchpad_bytes());
+  const ThreadScratch scratch(context, packed.bytes(), tile, 0, gemms.scratchpad_bytes());
   if (!scratch.ok()) return refused();
+  packed.pack(context.team, scratch.shared());
   context.team->parallel_for(pieces.size(), 1, [&](int64_t begin, int64_t, int thread) {
     const Piece piece = pieces.piece(begin);
     const Product& p = products[piece.product];
@@ -294,10 +360,15 @@ Status run_products(const LinearContext& context, std::span<const Product> produ
     } else {
       const bool stored = stored_as_gemm(p.w, p.type);
       const void* const b = gemm_weights(kernels, p, stored, piece.out_begin, piece.out_n, scratch.tile(thread));
-      for (const RowPiece& rows : row_pieces(piece.row_n)) {
-        const GemmShape shape = gemm_shape(p, rows.rows, piece.out_n, stored, p.out_stride);
-        const int64_t row = piece.row_begin + rows.begin;
-        gemms.at(shape).run(x_at(p, row), b, out + row * p.out_stride, scratch.pad(thread));
+      if (on_tiles(p, context.amx)) {
+        run_tiles(p, packed, b, stored, piece.out_n, piece.row_begin, piece.row_n, out + piece.row_begin * p.out_stride,
+                  p.out_stride);
+      } else {
+        for (const RowPiece& rows : row_pieces(piece.row_n)) {
+          const GemmShape shape = gemm_shape(p, rows.rows, piece.out_n, stored, p.out_stride);
+          const int64_t row = piece.row_begin + rows.begin;
+          gemms.at(shape).run(x_at(p, row), b, out + row * p.out_stride, scratch.pad(thread));
+        }
       }
       const float factor = out_scale(p.w);
       for (int64_t r = 0; factor != 1.0f && r < piece.row_n; ++r) {
@@ -312,6 +383,7 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
   const LinearKernels& kernels = *context.kernels;
   std::vector<Cut> cuts;
   Gemms gemms(context.gemms);
+  PackedInputs packed;
   int64_t first = 0, tile = 0, values = 0;
   for (const GatedProduct& g : products) {
     const Product& p = g.gate;
@@ -323,15 +395,18 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
       const int64_t chunk = p.path == LinearPath::kDot ? p.rows : kGatedChunkRows + kMinGemmRows;
       values = std::max(values, std::min(p.rows, chunk) * 2 * c.tile);
       tile = std::max(tile, tile_bytes(p, c, stored_pair(g), 2));
-      if (p.path == LinearPath::kGemm)
+      if (on_tiles(p, context.amx))
+        packed.need(p);
+      else if (p.path == LinearPath::kGemm)
         FIRN_TRY(need_gemms(gemms, p, c, stored_pair(g), 2, kGatedChunkRows, 2 * c.tile));
     }
     first += c.tiles * c.chunks;
     cuts.push_back(c);
   }
   const Cuts pieces(std::move(cuts));
-  const ThreadScratch scratch(context, tile, values, gemms.scratchpad_bytes());
+  const ThreadScratch scratch(context, packed.bytes(), tile, values, gemms.scratchpad_bytes());
   if (!scratch.ok()) return refused();
+  packed.pack(context.team, scratch.shared());
   context.team->parallel_for(pieces.size(), 1, [&](int64_t begin, int64_t, int thread) {
     const Piece piece = pieces.piece(begin);
     const GatedProduct& g = products[piece.product];
@@ -377,6 +452,14 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
     for (int64_t r = 0; r < piece.row_n;) {
       const int64_t left = piece.row_n - r;
       const int64_t rows = left < kGatedChunkRows + kMinGemmRows ? left : kGatedChunkRows;
+      if (on_tiles(p, context.amx)) {
+        const int64_t row = piece.row_begin + r;
+        run_tiles(p, packed, b, stored, stored ? n : 2 * n, row, rows, gates, ld);
+        if (stored) run_tiles(p, packed, b_up, stored, n, row, rows, ups, ld);
+        activate(row, rows);
+        r += rows;
+        continue;
+      }
       for (const RowPiece& cut : row_pieces(rows)) {
         const void* const a = x_at(p, piece.row_begin + r + cut.begin);
         const GemmKernel& kernel = gemms.at(gemm_shape(p, cut.rows, stored ? n : 2 * n, stored, ld));
