@@ -720,6 +720,10 @@ Result<ModelConfig> ModelConfig::open(storage::FileSystem& fs, const std::string
     return not_found(fmt::format("{}: no such file; expected a checkpoint folder with config.json, or a config.json",
                                  config_path.string()));
   }
+  if (!is_folder && config_path.extension() != ".json") {
+    return invalid(
+        fmt::format("{}: expected a checkpoint folder or its config.json, found another kind of file", path));
+  }
   FIRN_ASSIGN(const std::string config, storage::read_text_file(fs, config_path.string(), kMaxConfigBytes));
   std::string generation;
   const stdfs::path generation_path = config_path.parent_path() / "generation_config.json";

@@ -49,6 +49,7 @@ Result<std::string> read_prompt(const RunFlags& flags) {
   char buffer[65536];
   for (size_t n; (n = std::fread(buffer, 1, sizeof(buffer), stdin)) > 0;) {
     raw.append(buffer, n);
+    if (interrupted().load()) break;  // what was typed before Ctrl-C comes back first; reading on would wait again
     if (static_cast<int64_t>(raw.size()) > kMostTextBytes) {
       return invalid(fmt::format("standard input: expected at most {} of text", format_size(kMostTextBytes)));
     }
@@ -305,6 +306,10 @@ int run_once(const RunFlags& f, const Globals& globals) {
   to.progress = !globals.quiet;
   const Status status = drive(generation->get(), to);
   const model::Generation& g = **generation;
+  if (!status.ok() && status.code() != Code::kCancelled) {
+    if (!globals.json && !g.text().empty()) std::fputc('\n', stdout);
+    return report(status);
+  }
   if (!globals.json) std::fputc('\n', stdout);
   if (status.ok() && !f.logits.empty()) {
     if (Status s = write_logits(f.logits, g, (*engine)->config().vocab); !s.ok()) return report(s);

@@ -142,7 +142,7 @@ int parse_failure(const CLI::App& app, const CLI::ParseError& error) {
                           word.rfind("-", 0) == 0 ? "option"
                           : where == &app         ? "command"
                                                   : "word",
-                          word, close.empty() ? "" : fmt::format("; did you mean {}?", close));
+                          word, close.empty() ? "" : fmt::format(" (did you mean {}?)", close));
   }
   const std::string name = where == &app ? "" : " " + where->get_name();
   return usage_error(fmt::format("{}. See `firn help{}`.", message, name));
@@ -215,7 +215,7 @@ int run_main(int argc, char** argv) {
     }
     const std::string close = nearest(topic, names);
     return usage_error(fmt::format("unknown command '{}'{}. See `firn help`.", topic,
-                                   close.empty() ? "" : "; did you mean " + close + "?"));
+                                   close.empty() ? "" : " (did you mean " + close + "?)"));
   }
   const std::vector<CLI::App*> chosen = app.get_subcommands();
   if (chosen.empty()) {
