@@ -1,9 +1,9 @@
 // ModelConfig: MiniMax-M3's config.json in typed form.
 //
-// Accepts the release's layout (text_config, vision_config, sparse_attention_config) and re-saved ones (rope_parameters,
-// flat sparse fields); defaults are those of specification 1.6. Contradictions and values that would change the
-// mathematics are refused by name (Code::kInvalid or kUnsupported); which layers are sparse and which are MoE come from
-// two independent lists.
+// Accepts the release's layout (text_config, vision_config, sparse_attention_config) and re-saved ones
+// (rope_parameters, flat sparse fields); defaults are those of specification 1.6. Contradictions and values that would
+// change the mathematics are refused by name (Code::kInvalid or kUnsupported); which layers are sparse and which are
+// MoE come from two independent lists.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@ namespace firn::model {
 
 struct VisionConfig {
   bool present = false;
-  int64_t hidden = 0, intermediate = 0, layers = 0, heads = 0, patch_size = 14, channels = 3, temporal_patch = 2, merge = 2;
+  int64_t hidden = 0, intermediate = 0, layers = 0, heads = 0, patch_size = 14, channels = 3, temporal_patch = 2,
+          merge = 2;
   int64_t projector_hidden = 0;
 };
 

@@ -23,15 +23,54 @@ namespace firn::model {
 
 // Groups of `firn inspect` and of specification 2.6, in that table's order.
 enum class Group : uint8_t {
-  kEmbed, kLmHead, kAttention, kLayerNorms, kFinalNorm, kIndexer, kIndexerNorms, kDenseMlp, kExperts, kShared, kRouter,
-  kRouterBias, kVisionBlocks, kPatchEmbedding, kProjector, kPatchMerge, kCount,
+  kEmbed,
+  kLmHead,
+  kAttention,
+  kLayerNorms,
+  kFinalNorm,
+  kIndexer,
+  kIndexerNorms,
+  kDenseMlp,
+  kExperts,
+  kShared,
+  kRouter,
+  kRouterBias,
+  kVisionBlocks,
+  kPatchEmbedding,
+  kProjector,
+  kPatchMerge,
+  kCount,
 };
 const char* group_name(Group group);
 
 enum class Role : uint8_t {
-  kEmbed, kLmHead, kFinalNorm, kInputNorm, kPostNorm, kQ, kK, kV, kO, kQNorm, kKNorm, kIndexQ, kIndexK, kIndexQNorm,
-  kIndexKNorm, kMlpGate, kMlpUp, kMlpDown, kRouterGate, kRouterBias, kExpertGate, kExpertUp, kExpertDown, kSharedGate,
-  kSharedUp, kSharedDown, kVision,
+  kEmbed,
+  kLmHead,
+  kFinalNorm,
+  kInputNorm,
+  kPostNorm,
+  kQ,
+  kK,
+  kV,
+  kO,
+  kQNorm,
+  kKNorm,
+  kIndexQ,
+  kIndexK,
+  kIndexQNorm,
+  kIndexKNorm,
+  kMlpGate,
+  kMlpUp,
+  kMlpDown,
+  kRouterGate,
+  kRouterBias,
+  kExpertGate,
+  kExpertUp,
+  kExpertDown,
+  kSharedGate,
+  kSharedUp,
+  kSharedDown,
+  kVision,
 };
 
 // One logical tensor the config calls for.
@@ -64,18 +103,18 @@ struct Survey {
   ModelConfig config;
   storage::Checkpoint checkpoint;
   std::vector<Slot> slots;
-  std::vector<FoundSlot> found;           // same order as slots; data == nullptr where missing
-  std::vector<std::string> missing;       // in words: name and expected shape
-  std::vector<std::string> unexpected;    // names nobody asked for (ignorable companions are not listed)
-  std::vector<std::string> mismatched;    // in words: name, expected, found
-  std::vector<std::string> unsupported;   // layouts refused by name
-  std::vector<std::string> ignored;       // input_scale and the like
-  bool has_vision = false;                // all vision tensors there
-  bool vision_absent = false;             // none there: a text-only checkpoint
+  std::vector<FoundSlot> found;          // same order as slots; data == nullptr where missing
+  std::vector<std::string> missing;      // in words: name and expected shape
+  std::vector<std::string> unexpected;   // names nobody asked for (ignorable companions are not listed)
+  std::vector<std::string> mismatched;   // in words: name, expected, found
+  std::vector<std::string> unsupported;  // layouts refused by name
+  std::vector<std::string> ignored;      // input_scale and the like
+  bool has_vision = false;               // all vision tensors there
+  bool vision_absent = false;            // none there: a text-only checkpoint
 
   struct GroupTotal {
     int64_t parameters = 0, bytes = 0;
-    std::vector<std::string> formats;     // "MXFP8", "BF16"
+    std::vector<std::string> formats;  // "MXFP8", "BF16"
   };
   std::array<GroupTotal, static_cast<size_t>(Group::kCount)> groups;
   int64_t parameters = 0, bytes = 0;

@@ -39,11 +39,11 @@ inline Bf16 to_bf16(float v) {
 
 inline float round_to_bf16(float v) { return to_float(to_bf16(v)); }
 
-float e4m3_to_float(uint8_t code);   // exact; NaN for 0x7F and 0xFF
-float e8m0_to_float(uint8_t code);   // exact, 0 gives the subnormal 2^-127; NaN for 255
-float e2m1_to_float(uint8_t code);   // low four bits
-float f16_to_float(uint16_t bits);   // exact
-uint8_t float_to_e4m3(float v);      // nearest even, saturating at 448; NaN gives 0x7F with the sign
-uint8_t float_to_e2m1(float v);      // nearest even, saturating at 6; returns 0..15
+float e4m3_to_float(uint8_t code);  // exact; NaN for 0x7F and 0xFF
+float e8m0_to_float(uint8_t code);  // exact, 0 gives the subnormal 2^-127; NaN for 255
+float e2m1_to_float(uint8_t code);  // low four bits
+float f16_to_float(uint16_t bits);  // exact
+uint8_t float_to_e4m3(float v);     // nearest even, saturating at 448; NaN gives 0x7F with the sign
+uint8_t float_to_e2m1(float v);     // nearest even, saturating at 6; returns 0..15
 
 }  // namespace firn

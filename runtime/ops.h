@@ -3,16 +3,17 @@
 // cpu/ (fast and the scalar oracle), gpu/ and a test implementation with a separate memory space all implement this one
 // interface; model/ calls it and never asks which one it has.
 //
-// Order and completion. Operations on one Ops object run in the order they were issued, each seeing the results of those
-// before it. A call returns a Ticket; on the CPU the work is done by then, on a device it may be done later. Host code may
-// read a result (after download()) only when wait() of that operation's ticket, or of any later one, has returned ok. A
-// failed operation makes wait() of its ticket and of every later one return the same Status.
+// Order and completion. Operations on one Ops object run in the order they were issued, each seeing the results of
+// those before it. A call returns a Ticket; on the CPU the work is done by then, on a device it may be done later. Host
+// code may read a result (after download()) only when wait() of that operation's ticket, or of any later one, has
+// returned ok. A failed operation makes wait() of its ticket and of every later one return the same Status.
 //
 // Memory. Every view passed in must lie in this object's space(). Host arrays inside parameter structs (std::span and
 // pointers marked "host") are read before the call returns; KV tables (KvSpan) hold host arrays of device addresses.
 //
 // Arithmetic. `act` below is the activation type, kBf16 (default mode) or kF32 (--precise), taken from the views:
-//  - kBf16: inputs of products are bf16, sums fp32; which kernel runs may depend on the number of rows by the fixed rule
+//  - kBf16: inputs of products are bf16, sums fp32; which kernel runs may depend on the number of rows by the fixed
+//  rule
 //    in the implementation's header, so last bits may differ between row counts, never between runs,
 //    thread counts or residency.
 //  - kF32: every output row depends on its own input row only, bit for bit, whatever other rows are in the call.
@@ -54,12 +55,8 @@ struct KvLayout {
   int64_t head_dim = 0;
   int64_t index_dim = 0;
 
-  int64_t kv_block_bytes() const {
-    return 2 * block_tokens * head_dim * static_cast<int64_t>(dtype_bytes(dtype));
-  }
-  int64_t index_norm_offset() const {
-    return block_tokens * index_dim * static_cast<int64_t>(dtype_bytes(dtype));
-  }
+  int64_t kv_block_bytes() const { return 2 * block_tokens * head_dim * static_cast<int64_t>(dtype_bytes(dtype)); }
+  int64_t index_norm_offset() const { return block_tokens * index_dim * static_cast<int64_t>(dtype_bytes(dtype)); }
   int64_t index_block_bytes() const { return index_norm_offset() + 64; }
 };
 
@@ -73,7 +70,7 @@ struct EmbedParams {
 
 // out[i] = norm(x[rows[i]]) (or x[i] when rows is empty), one rounding at the end.
 struct NormParams {
-  ConstMatrixView x;  // act or f32 [*, n]
+  ConstMatrixView x;              // act or f32 [*, n]
   std::span<const int32_t> rows;  // host; gathers rows of x
   NormWeight weight;
   MatrixView out;  // act or f32 [n_out, n]
@@ -89,8 +86,8 @@ struct LinearParams {
   bool two_terms = false;
 };
 
-// Per-head RMS norm, then RoPE on the first rotary_dim dims (rotate-half pairing i, i + rotary_dim/2); angle = position *
-// theta^(-2i/rotary_dim), computed in fp64. One rounding at the end.
+// Per-head RMS norm, then RoPE on the first rotary_dim dims (rotate-half pairing i, i + rotary_dim/2); angle = position
+// * theta^(-2i/rotary_dim), computed in fp64. One rounding at the end.
 struct NormRopePart {
   ConstMatrixView x;  // f32 [M, heads * dim]
   int64_t heads = 0;
@@ -162,9 +159,10 @@ struct AttentionParams {
   MatrixView out;  // act [M, groups * heads_per_group * head_dim]
 };
 
-// As Attention, but the per-block triples are left apart: partials f32 [M * groups * heads_per_group, topk * (head_dim + 2)],
-// entry j of a row belonging to block_ids entry j: (m, l, o[head_dim]). With `only` (i32, same shape as block_ids, non-zero
-// = compute) some entries may be computed now and others by a later call; entries with block id -1 are never touched.
+// As Attention, but the per-block triples are left apart: partials f32 [M * groups * heads_per_group, topk * (head_dim
+// + 2)], entry j of a row belonging to block_ids entry j: (m, l, o[head_dim]). With `only` (i32, same shape as
+// block_ids, non-zero = compute) some entries may be computed now and others by a later call; entries with block id -1
+// are never touched.
 struct AttentionPartialParams {
   AttentionParams base;  // block_ids not empty; base.out unused
   ConstMatrixView only;  // empty = all
@@ -186,8 +184,8 @@ struct AddParams {
 // Router (specification 3.7): logits = gate x in fp32 (x as stored), s = sigmoid(logits), the topk experts by s + bias
 // (ties: lower id); weights = s / sum of chosen s, in fp32. ids are written in ascending expert id.
 struct RouterParams {
-  ConstMatrixView x;  // act or f32 [M, H]
-  WeightView gate;    // f32 (or bf16) [E, H]
+  ConstMatrixView x;     // act or f32 [M, H]
+  WeightView gate;       // f32 (or bf16) [E, H]
   ConstMatrixView bias;  // f32 [1, E]
   int64_t topk = 0;
   MatrixView ids;      // i32 [M, topk]
@@ -206,7 +204,7 @@ struct Activation {
 // One gated MLP over rows [row_begin, row_begin + n_rows) of x and out. Dense MLP and shared expert are a task of their
 // own. out = w2 * round_act(act(w1 x, w3 x)).
 struct MlpTask {
-  int64_t id = 0;  // expert id, or -1
+  int64_t id = 0;   // expert id, or -1
   WeightView gate;  // w1 [I, H]
   WeightView up;    // w3 [I, H]
   WeightView down;  // w2 [H, I]
@@ -222,8 +220,8 @@ struct MlpParams {
 
 // acc[rows[i]] += weights[i] * y[i], i ascending; callers give rows of one token in ascending expert id.
 struct CombineParams {
-  MatrixView acc;     // f32 [T, H]
-  ConstMatrixView y;  // f32 [R, H]
+  MatrixView acc;                  // f32 [T, H]
+  ConstMatrixView y;               // f32 [R, H]
   std::span<const int32_t> rows;   // host
   std::span<const float> weights;  // host
 };
@@ -274,8 +272,8 @@ class Ops {
   // short). Outputs of the operations since the failure are undefined. Returns the failure when it is final.
   virtual Status recover() = 0;
 
-  // Scratch memory the implementation keeps for itself, in bytes, when no call has more than `rows` rows of a model with
-  // these largest sizes; charged to arena() on first use. For plans.
+  // Scratch memory the implementation keeps for itself, in bytes, when no call has more than `rows` rows of a model
+  // with these largest sizes; charged to arena() on first use. For plans.
   struct Limits {
     int64_t rows = 0, hidden = 0, intermediate = 0, heads = 0, head_dim = 0, vocab = 0, blocks = 0, index_heads = 0;
   };

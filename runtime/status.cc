@@ -7,15 +7,24 @@ namespace firn {
 
 const char* code_name(Code code) {
   switch (code) {
-    case Code::kOk: return "ok";
-    case Code::kInvalid: return "invalid";
-    case Code::kNotFound: return "not found";
-    case Code::kCorrupt: return "corrupt";
-    case Code::kIo: return "I/O error";
-    case Code::kNoMemory: return "out of memory";
-    case Code::kUnsupported: return "unsupported";
-    case Code::kCancelled: return "cancelled";
-    case Code::kInternal: return "internal error";
+    case Code::kOk:
+      return "ok";
+    case Code::kInvalid:
+      return "invalid";
+    case Code::kNotFound:
+      return "not found";
+    case Code::kCorrupt:
+      return "corrupt";
+    case Code::kIo:
+      return "I/O error";
+    case Code::kNoMemory:
+      return "out of memory";
+    case Code::kUnsupported:
+      return "unsupported";
+    case Code::kCancelled:
+      return "cancelled";
+    case Code::kInternal:
+      return "internal error";
   }
   return "unknown";
 }

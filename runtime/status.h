@@ -56,18 +56,18 @@ inline Status internal(std::string m) { return {Code::kInternal, std::move(m)}; 
 [[noreturn]] void check_failed(const char* file, int line, const char* condition, const std::string& message);
 
 // Always-on check of our own invariants: prints place, condition and message, then aborts.
-#define FIRN_CHECK(cond, ...)                                                              \
-  do {                                                                                     \
-    if (!(cond)) [[unlikely]]                                                              \
-      ::firn::check_failed(__FILE__, __LINE__, #cond, ::std::string{__VA_ARGS__});         \
+#define FIRN_CHECK(cond, ...)                                                      \
+  do {                                                                             \
+    if (!(cond)) [[unlikely]]                                                      \
+      ::firn::check_failed(__FILE__, __LINE__, #cond, ::std::string{__VA_ARGS__}); \
   } while (0)
 
 // A value or the Status that says why there is none. T must be movable; it need not be default-constructible.
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}           // NOLINT: implicit on purpose
-  Result(Status status) : status_(std::move(status)) {    // NOLINT: implicit on purpose
+  Result(T value) : value_(std::move(value)) {}         // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {  // NOLINT: implicit on purpose
     FIRN_CHECK(!status_.ok(), "Result built from an ok Status without a value");
   }
 
@@ -99,10 +99,10 @@ class [[nodiscard]] Result {
 #define FIRN_CONCAT(a, b) FIRN_CONCAT_INNER(a, b)
 
 // Returns the status to the caller unless it is ok.
-#define FIRN_TRY(expr)                              \
-  do {                                              \
-    ::firn::Status firn_status_ = (expr);           \
-    if (!firn_status_.ok()) return firn_status_;    \
+#define FIRN_TRY(expr)                           \
+  do {                                           \
+    ::firn::Status firn_status_ = (expr);        \
+    if (!firn_status_.ok()) return firn_status_; \
   } while (0)
 
 // FIRN_ASSIGN(auto x, f()): declares x from a Result, or returns its status.

@@ -1,5 +1,5 @@
-// Views of matrices and weights. A view is a pointer, a type and a shape: cheap to copy, owns nothing, and says in which
-// memory space its address is valid. Owners are runtime/arena.h Buffers.
+// Views of matrices and weights. A view is a pointer, a type and a shape: cheap to copy, owns nothing, and says in
+// which memory space its address is valid. Owners are runtime/arena.h Buffers.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ enum class WeightFormat : uint8_t {
 const char* weight_format_name(WeightFormat format);
 int64_t weight_data_bytes(WeightFormat format, int64_t rows, int64_t cols);
 int64_t weight_scale_bytes(WeightFormat format, int64_t rows, int64_t cols);  // without the per-tensor scalar
-int64_t weight_scale_group(WeightFormat format);                             // inputs a scale covers; 0 = no scales
+int64_t weight_scale_group(WeightFormat format);                              // inputs a scale covers; 0 = no scales
 
 // A linear layer's matrix [rows = outputs, cols = inputs]: y[r] = tensor_scale * sum_c w[r,c] * x[c].
 // data and scales are rows back to back without padding and may be unaligned (as safetensors leaves them).
@@ -72,7 +72,8 @@ struct WeightView {
   WeightView slice_rows(int64_t begin, int64_t n) const;
 };
 
-// A norm's weight [n]: y = x / rms(x) * (offset + w). offset is 1 for safetensors checkpoints (Gemma style), 0 for GGUF.
+// A norm's weight [n]: y = x / rms(x) * (offset + w). offset is 1 for safetensors checkpoints (Gemma style), 0 for
+// GGUF.
 struct NormWeight {
   const void* data = nullptr;
   DType dtype = DType::kBf16;  // kBf16 or kF32

@@ -17,15 +17,16 @@
 
 namespace firn {
 
-// Gives the calling thread back every CPU the process had before the first team was made; for I/O threads, which inherit
-// the one CPU of a pinned thread that starts them.
+// Gives the calling thread back every CPU the process had before the first team was made; for I/O threads, which
+// inherit the one CPU of a pinned thread that starts them.
 void unpin_this_thread();
 
 class ThreadTeam {
  public:
   // n_threads >= 1; may exceed the number of cores. cpus: logical CPUs to pin to, one a thread in order, empty = no
-  // pinning (also used when there are more threads than cpus, or one of them is not ours). The thread that calls run() is
-  // member 0 and stays pinned until the team dies, and threads it starts inherit that: they call unpin_this_thread().
+  // pinning (also used when there are more threads than cpus, or one of them is not ours). The thread that calls run()
+  // is member 0 and stays pinned until the team dies, and threads it starts inherit that: they call
+  // unpin_this_thread().
   static Result<std::unique_ptr<ThreadTeam>> create(int n_threads, std::vector<int> cpus);
   ~ThreadTeam();
 
@@ -36,7 +37,8 @@ class ThreadTeam {
   template <typename F>
   void run(F&& body) {
     using Fn = std::remove_reference_t<F>;
-    run_erased([](void* f, int t, int n) { (*static_cast<Fn*>(f))(t, n); }, const_cast<std::remove_const_t<Fn>*>(&body));
+    run_erased([](void* f, int t, int n) { (*static_cast<Fn*>(f))(t, n); },
+               const_cast<std::remove_const_t<Fn>*>(&body));
   }
 
   // Splits [0, n) into pieces of `grain` (the last may be shorter) and calls body(begin, end, thread) for each, pieces
