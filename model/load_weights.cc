@@ -1,14 +1,16 @@
 // Loading the text weights as stored.
 //
 // One Buffer for what belongs to no layer, one for each layer without its routed experts, and one for each routed
-// expert (gate, up, down and their scales, 64-byte aligned each): an expert is the unit that residency moves. All
-// ranges go to storage::load in one plan, so the disk is read in its own order. Afterwards every scale byte and every
-// 8-bit weight code is looked at once: kernels expand codes by bit operations that do not carry NaN through.
+// expert (gate, up, down and their scales, 64-byte aligned each): an expert is the unit that residency moves. Ranges go
+// to storage::load in the disk's order, batch by batch, and every scale byte and 8-bit weight code of a batch is looked
+// at once while the next one is read: kernels expand codes by bit operations that do not carry NaN through.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <future>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
@@ -25,6 +27,7 @@ using storage::TensorInfo;
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t kScanPiece = int64_t{1} << 16;
+constexpr int64_t kBatchBytes = int64_t{256} << 20;
 // formats.md 4.4: a typical largest weight lies between these; the wrong direction of a global scale is off by its
 // square.
 constexpr double kSmallestTypicalMax = 1e-3, kLargestTypicalMax = 1e1;
@@ -135,22 +138,56 @@ class Loader {
     FIRN_CHECK(arena_.space() == Space::kHost, "weights are loaded into host memory");
     collect();
     FIRN_TRY(place_units());
-    storage::LoadPlan plan;
-    for (const storage::Shard& shard : survey_.checkpoint.shards) plan.paths.push_back(shard.path);
-    plan.ranges = std::move(ranges_);
-    plan.n_readers = options_.n_readers;
-    plan.direct = options_.direct;
-    const std::function<void(int64_t, int64_t)> silent = [](int64_t, int64_t) {};
-    auto stats = storage::load(fs_, plan, options_.progress ? options_.progress : silent, options_.cancel);
-    if (!stats.ok()) return stats.status();
-    if (seconds != nullptr) *seconds = stats->seconds;
-    const int threads = static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, 64));
-    FIRN_TRY(check_codes(placed_, threads, options_.cancel));
+    FIRN_TRY(read_and_check(seconds));
     FIRN_TRY(build_views());
     return std::move(weights_);
   }
 
  private:
+  Status read_and_check(double* seconds) {
+    const auto start = std::chrono::steady_clock::now();
+    std::sort(ranges_.begin(), ranges_.end(), [](const storage::LoadRange& a, const storage::LoadRange& b) {
+      return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
+    });
+    std::unordered_map<const void*, Placed> to_check;
+    for (const Placed& placed : placed_) to_check.emplace(placed.data, placed);
+    int64_t total = 0, done = 0;
+    for (const storage::LoadRange& r : ranges_) total += r.bytes;
+    storage::LoadPlan plan;
+    for (const storage::Shard& shard : survey_.checkpoint.shards) plan.paths.push_back(shard.path);
+    plan.n_readers = options_.n_readers;
+    plan.direct = options_.direct;
+    const int threads = static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, 64));
+    std::future<Status> checking;
+    for (size_t next = 0; next < ranges_.size();) {
+      plan.ranges.clear();
+      std::vector<Placed> batch;
+      int64_t bytes = 0;
+      for (; next < ranges_.size() && bytes < kBatchBytes; ++next) {
+        bytes += ranges_[next].bytes;
+        plan.ranges.push_back(ranges_[next]);
+        if (const auto it = to_check.find(ranges_[next].dst); it != to_check.end()) batch.push_back(it->second);
+      }
+      const auto progress = [&](int64_t now, int64_t) {
+        if (options_.progress) options_.progress(done + now, total);
+      };
+      const auto stats = storage::load(fs_, plan, progress, options_.cancel);
+      const Status checked = checking.valid() ? checking.get() : Status();
+      if (!stats.ok()) return stats.status();
+      FIRN_TRY(checked);
+      done += bytes;
+      checking = std::async(std::launch::async, [batch = std::move(batch), threads, this] {
+        unpin_this_thread();
+        return check_codes(batch, threads, options_.cancel);
+      });
+    }
+    if (checking.valid()) FIRN_TRY(checking.get());
+    if (seconds != nullptr) {
+      *seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+    return {};
+  }
+
   // A Buffer to be: the slots in it. layer -1 is the unit of embeddings, head and final norm.
   struct Unit {
     std::string what;

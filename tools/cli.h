@@ -8,6 +8,7 @@
 #include <atomic>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "runtime/status.h"
 
@@ -29,6 +30,9 @@ using Runner = std::function<int()>;
 int report(const Status& status);
 // Prints "firn: message" to stderr and returns 2: wrong use, or an option whose feature this version lacks.
 int usage_error(const std::string& message);
+
+// The closest of `names` when it is close enough to be what was meant, else empty.
+std::string nearest(const std::string& word, const std::vector<std::string>& names);
 
 // Set by the first Ctrl-C; the second ends the program at once (files are safe by construction).
 std::atomic<bool>& interrupted();

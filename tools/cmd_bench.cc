@@ -50,25 +50,11 @@ std::string names() {
   return out + ", compare";
 }
 
-int64_t distance(const std::string& a, const std::string& b) {
-  std::vector<int64_t> above(b.size() + 1), row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int64_t>(j);
-  for (size_t i = 1; i <= a.size(); ++i) {
-    std::swap(above, row);
-    row[0] = static_cast<int64_t>(i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1)});
-    }
-  }
-  return row[b.size()];
-}
-
 std::string nearest_bench(const std::string& word) {
-  std::string best = "compare";
-  for (const Bench& b : kBenches) {
-    if (distance(word, b.name) < distance(word, best)) best = b.name;
-  }
-  return best;
+  std::vector<std::string> known = {"compare"};
+  for (const Bench& b : kBenches) known.push_back(b.name);
+  const std::string close = nearest(word, known);
+  return close.empty() ? "." : fmt::format("; did you mean '{}'?", close);
 }
 
 // "8K" and "1M" count positions in powers of two, as contexts are spoken of.
@@ -190,7 +176,7 @@ int run_benches(const Flags& flags, const Globals& globals) {
       if (flags.words[0] == b.name) chosen.push_back(&b);
     }
     if (chosen.empty()) {
-      return usage_error(fmt::format("bench: there is no bench '{}'; did you mean '{}'? Benches: {}", flags.words[0],
+      return usage_error(fmt::format("bench: there is no bench '{}'{} Benches: {}", flags.words[0],
                                      nearest_bench(flags.words[0]), names()));
     }
   }

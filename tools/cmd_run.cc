@@ -86,11 +86,10 @@ Result<std::vector<int32_t>> read_token_ids(const std::string& path) {
   return ids;
 }
 
-Result<model::Thinking> parse_thinking(const std::string& text) {
-  if (text.empty() || text == "adaptive") return model::Thinking::kAdaptive;
-  if (text == "enabled") return model::Thinking::kEnabled;
-  if (text == "disabled") return model::Thinking::kDisabled;
-  return invalid("--thinking " + text + ": expected enabled, disabled or adaptive");
+Result<model::Thinking> thinking_of(const RunFlags& f) {
+  if (f.thinking.empty()) return model::Thinking::kAdaptive;
+  auto mode = model::parse_thinking(f.thinking);
+  return mode.ok() ? mode : mode.status().with_context("--thinking " + f.thinking);
 }
 
 int check_flags(const RunFlags& f) {
@@ -109,7 +108,7 @@ int check_flags(const RunFlags& f) {
   }
   if (f.greedy && f.temperature > 0) return usage_error("--greedy and --temperature above 0 contradict each other");
   if (f.max_tokens == 0 || f.max_tokens < -1) return usage_error("--max-tokens: expected 1 or more");
-  if (!parse_thinking(f.thinking).ok()) return usage_error(parse_thinking(f.thinking).status().message());
+  if (const auto mode = thinking_of(f); !mode.ok()) return usage_error(mode.status().message());
   for (const std::string& stop : f.stops) {
     if (stop.empty()) return usage_error("--stop: an empty string would stop at once");
   }
@@ -136,7 +135,7 @@ struct Prompt {
 
 Result<Prompt> build_prompt(const RunFlags& f) {
   Prompt p;
-  FIRN_ASSIGN(p.conversation.thinking, parse_thinking(f.thinking));
+  FIRN_ASSIGN(p.conversation.thinking, thinking_of(f));
   if (!f.tokens.empty()) {
     FIRN_ASSIGN(p.ids, read_token_ids(f.tokens));
     if (p.ids.empty()) return invalid(f.tokens + ": the list of token ids is empty: there is nothing to answer");
@@ -350,7 +349,7 @@ int run_conversation(const RunFlags& f, const Globals& globals) {
   options.request.context = f.engine.ctx;
   options.request.sampling = sampling(f, (*engine)->config());
   options.request.stops = f.stops;
-  auto thinking = parse_thinking(f.thinking);
+  const auto thinking = thinking_of(f);
   options.request.thinking = options.conversation.thinking = *thinking;
   if (!f.system.empty()) {
     model::Message system;

@@ -1,29 +1,15 @@
 // NVFP4 checkpoints through the whole engine: made from the fixtures by the rules of the format, computed by the fast
 // kernels and by the scalar oracle on the same stored bytes.
-#include <unistd.h>
-
 #include <filesystem>
 
 #include "cpu/reference.h"
 #include "golden/run_wave.h"
 #include "model/synth.h"
 #include "support/catch.h"
+#include "support/temp_folder.h"
 
 namespace firn::test {
 namespace {
-
-class TempDir {
- public:
-  TempDir() : path_(std::filesystem::temp_directory_path() / ("firn_formats_" + std::to_string(getpid()))) {
-    std::filesystem::remove_all(path_);
-    std::filesystem::create_directories(path_);
-  }
-  ~TempDir() { std::filesystem::remove_all(path_); }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  std::filesystem::path path_;
-};
 
 std::vector<int32_t> prompt_ids(const std::string& name) {
   return tensor<int32_t>(must(storage::SafetensorsFile::read(data_path("golden/bf16/" + name + ".safetensors"))),
@@ -31,7 +17,7 @@ std::vector<int32_t> prompt_ids(const std::string& name) {
 }
 
 TEST_CASE("an NVFP4 checkpoint computes what its stored numbers say", "[formats]") {
-  const TempDir dir;
+  const TempFolder dir;
   storage::FileSystem& fs = storage::FileSystem::real();
   for (const auto& [format, name] :
        {std::pair(model::CheckpointFormat::kNvfp4, "nvfp4"), {model::CheckpointFormat::kMxfp4, "mxfp4"}}) {
@@ -86,7 +72,7 @@ TEST_CASE("an NVFP4 checkpoint computes what its stored numbers say", "[formats]
 }
 
 TEST_CASE("scales typed F8_E8M0 instead of U8 are the same checkpoint", "[formats]") {
-  const TempDir dir;
+  const TempFolder dir;
   // The same bytes under the other dtype's name: edit the headers of a copy, which keep their length.
   std::filesystem::copy(data_path("tiny-mxfp8"), dir / "e8m0");
   for (const auto& entry : std::filesystem::directory_iterator(dir / "e8m0")) {

@@ -16,44 +16,9 @@
 #include "runtime/dtype.h"
 #include "storage/file.h"
 #include "storage/safetensors.h"
+#include "tests/support/temp_folder.h"
 
 namespace firn::test {
-
-// A folder of its own, removed at the end.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    static std::atomic<int> count{0};
-    path_ = std::filesystem::temp_directory_path() /
-            ("firn-test-" + std::to_string(::getpid()) + "-" + std::to_string(count.fetch_add(1)));
-    std::filesystem::create_directories(path_);
-  }
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  ~ScratchFolder() {
-    std::error_code ec;
-    std::filesystem::remove_all(path_, ec);
-  }
-  std::string at(const std::string& name) const { return (path_ / name).string(); }
-  std::string path() const { return path_.string(); }
-
- private:
-  std::filesystem::path path_;
-};
-
-inline std::string slurp(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  FIRN_CHECK(in.good(), "cannot read " + path);
-  std::ostringstream out;
-  out << in.rdbuf();
-  return out.str();
-}
-
-inline void spill(const std::string& path, const std::string& text) {
-  std::ofstream out(path, std::ios::binary);
-  out << text;
-  FIRN_CHECK(out.good(), "cannot write " + path);
-}
 
 struct HeldTensor {
   DType dtype = DType::kF32;
@@ -78,7 +43,7 @@ struct HeldCheckpoint {
       const Status status = (*file)->read_at(t.file_offset, std::as_writable_bytes(std::span(tensor.bytes)));
       FIRN_CHECK(status.ok(), status.message());
     }
-    held.config = nlohmann::json::parse(slurp(folder + "/config.json"));
+    held.config = nlohmann::json::parse(get_file(folder + "/config.json"));
     return held;
   }
 
@@ -105,7 +70,7 @@ struct HeldCheckpoint {
     }
     const Status status = writer->finish();
     FIRN_CHECK(status.ok(), status.message());
-    spill(folder + "/config.json", config.dump());
+    put_file(folder + "/config.json", config.dump());
   }
 };
 

@@ -16,7 +16,7 @@ using Edit = std::function<void(Json&)>;
 
 std::string fixture(const std::string& name) { return std::string(FIRN_TEST_DATA) + "/fixtures/" + name; }
 
-Json tiny() { return Json::parse(test::slurp(fixture("tiny-bf16/config.json"))); }
+Json tiny() { return Json::parse(test::get_file(fixture("tiny-bf16/config.json"))); }
 
 ModelConfig parsed(const Json& json) {
   auto config = ModelConfig::parse(json.dump());
@@ -325,16 +325,16 @@ TEST_CASE("generation defaults come from their own file", "[config]") {
 }
 
 TEST_CASE("opening names the file that is not there", "[config]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   const auto none = ModelConfig::open(storage::FileSystem::real(), folder.path());
   REQUIRE_FALSE(none.ok());
   CHECK(none.status().message().find("config.json") != std::string::npos);
-  test::spill(folder.at("config.json"), tiny().dump());
-  test::spill(folder.at("generation_config.json"), "");
+  test::put_file(folder / "config.json", tiny().dump());
+  test::put_file(folder / "generation_config.json", "");
   CHECK_FALSE(ModelConfig::open(storage::FileSystem::real(), folder.path()).ok());
-  std::filesystem::remove(folder.at("generation_config.json"));
+  std::filesystem::remove(folder / "generation_config.json");
   CHECK(ModelConfig::open(storage::FileSystem::real(), folder.path()).ok());
-  CHECK(ModelConfig::open(storage::FileSystem::real(), folder.at("config.json")).ok());
+  CHECK(ModelConfig::open(storage::FileSystem::real(), folder / "config.json").ok());
 }
 
 }  // namespace

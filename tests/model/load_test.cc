@@ -34,9 +34,9 @@ struct Loaded {
 };
 
 std::string refusal(const HeldCheckpoint& held) {
-  test::ScratchFolder folder;
-  held.write(folder.at("m"));
-  Loaded loaded(folder.at("m"));
+  test::TempFolder folder;
+  held.write(folder / "m");
+  Loaded loaded(folder / "m");
   if (loaded.weights.ok()) return "";
   CHECK(loaded.budget.used_bytes() == 0);  // nothing stays behind
   return loaded.weights.status().message();
@@ -137,9 +137,9 @@ TEST_CASE("a bf16 router bias is widened exactly", "[load]") {
     expected[i] = to_float(v);
     std::memcpy(bias.bytes.data() + 2 * i, &v.bits, 2);
   }
-  test::ScratchFolder folder;
-  held.write(folder.at("m"));
-  Loaded loaded(folder.at("m"));
+  test::TempFolder folder;
+  held.write(folder / "m");
+  Loaded loaded(folder / "m");
   REQUIRE(loaded.weights.ok());
   const auto* found = static_cast<const float*>(loaded.weights->layers[2].router_bias.data);
   for (size_t i = 0; i < 8; ++i) CHECK(found[i] == expected[i]);
@@ -186,9 +186,9 @@ HeldCheckpoint with_nvfp4(bool inverse_name, float scalar, uint8_t scale_code) {
 
 TEST_CASE("the scalar of NVFP4 multiplies in one naming and divides in the other", "[load]") {
   for (const bool inverse : {false, true}) {
-    test::ScratchFolder folder;
-    with_nvfp4(inverse, inverse ? 100.0f : 0.01f, 0x40).write(folder.at("m"));
-    Loaded loaded(folder.at("m"));
+    test::TempFolder folder;
+    with_nvfp4(inverse, inverse ? 100.0f : 0.01f, 0x40).write(folder / "m");
+    Loaded loaded(folder / "m");
     INFO(loaded.weights.status().message());
     REQUIRE(loaded.weights.ok());
     const WeightView& view = loaded.weights->layers[2].experts[3].gate;
@@ -224,16 +224,16 @@ TEST_CASE("bad NVFP4 scales are refused", "[load]") {
 
 TEST_CASE("damaged and missing shards are refused with file, expected and found", "[load]") {
   namespace stdfs = std::filesystem;
-  const auto copy = [](const test::ScratchFolder& folder) {
-    stdfs::copy(fixture("tiny-mxfp8"), folder.at("m"));
-    for (const auto& entry : stdfs::directory_iterator(folder.at("m"))) {
+  const auto copy = [](const test::TempFolder& folder) {
+    stdfs::copy(fixture("tiny-mxfp8"), folder / "m");
+    for (const auto& entry : stdfs::directory_iterator(folder / "m")) {
       stdfs::permissions(entry.path(), stdfs::perms::owner_all);
     }
-    return folder.at("m");
+    return folder / "m";
   };
   const std::string shard = "model-00002-of-00003.safetensors";
   {
-    test::ScratchFolder folder;
+    test::TempFolder folder;
     const std::string m = copy(folder);
     stdfs::remove(m + "/" + shard);
     Loaded loaded(m);
@@ -242,10 +242,10 @@ TEST_CASE("damaged and missing shards are refused with file, expected and found"
   }
   const int64_t size = static_cast<int64_t>(stdfs::file_size(fixture("tiny-mxfp8") + "/" + shard));
   uint64_t header = 0;
-  std::memcpy(&header, test::slurp(fixture("tiny-mxfp8") + "/" + shard).data(), 8);
+  std::memcpy(&header, test::get_file(fixture("tiny-mxfp8") + "/" + shard).data(), 8);
   for (const int64_t left :
        {size - 1, size - 5000, int64_t{8} + static_cast<int64_t>(header), int64_t{100}, int64_t{0}}) {
-    test::ScratchFolder folder;
+    test::TempFolder folder;
     const std::string m = copy(folder);
     stdfs::resize_file(m + "/" + shard, static_cast<uintmax_t>(left));
     Loaded loaded(m);
@@ -255,7 +255,7 @@ TEST_CASE("damaged and missing shards are refused with file, expected and found"
   }
   {
     // The file shrinks between the survey and the load.
-    test::ScratchFolder folder;
+    test::TempFolder folder;
     const std::string m = copy(folder);
     const auto survey = Survey::open(storage::FileSystem::real(), m);
     REQUIRE(survey.ok());

@@ -18,9 +18,9 @@ std::string fixture(const std::string& name) { return std::string(FIRN_TEST_DATA
 const std::string kText = "language_model.model.layers.";
 
 Survey survey_of(const HeldCheckpoint& held) {
-  test::ScratchFolder folder;
-  held.write(folder.at("m"));
-  auto survey = Survey::open(storage::FileSystem::real(), folder.at("m"));
+  test::TempFolder folder;
+  held.write(folder / "m");
+  auto survey = Survey::open(storage::FileSystem::real(), folder / "m");
   INFO(survey.status().message());
   REQUIRE(survey.ok());
   return std::move(survey).value();
@@ -346,7 +346,7 @@ TEST_CASE("a width that no scale group divides is refused", "[survey]") {
 
 // Specification 2.6 on the release's own layout.
 TEST_CASE("the real layout: totals by group, and within seconds", "[survey][layout]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   struct Row {
     Group group;
     int64_t parameters, bf16, mxfp8;
@@ -371,7 +371,7 @@ TEST_CASE("the real layout: totals by group, and within seconds", "[survey][layo
   };
   const std::pair<const char*, size_t> formats[] = {{"bf16", 23'416}, {"mxfp8", 45'838}, {"nvfp4", 89'614}};
   for (const auto& [format, tensors] : formats) {
-    const std::string out = folder.at(format);
+    const std::string out = folder / format;
     const std::string command = "python3 " FIRN_SOURCE_DIR "/tests/make_layout.py --format " + std::string(format) +
                                 " --out " + out + " >/dev/null";
     REQUIRE(std::system(command.c_str()) == 0);

@@ -60,9 +60,9 @@ constexpr CheckpointFormat kAll[] = {CheckpointFormat::kBf16, CheckpointFormat::
                                      CheckpointFormat::kMxfp4};
 
 TEST_CASE("a synthetic checkpoint is complete in every format and its weights have the size asked for", "[synth]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   for (const CheckpointFormat format : kAll) {
-    const std::string out = folder.at(checkpoint_format_name(format));
+    const std::string out = folder / checkpoint_format_name(format);
     const Status made = make(out, format);
     INFO(out << ": " << made.message());
     REQUIRE(made.ok());
@@ -96,9 +96,9 @@ TEST_CASE("a synthetic checkpoint is complete in every format and its weights ha
 }
 
 TEST_CASE("routers spread tokens over the experts", "[synth]") {
-  test::ScratchFolder folder;
-  REQUIRE(make(folder.at("m"), CheckpointFormat::kBf16, 5, 2, 0, 32).ok());
-  Loaded loaded(folder.at("m"));
+  test::TempFolder folder;
+  REQUIRE(make(folder / "m", CheckpointFormat::kBf16, 5, 2, 0, 32).ok());
+  Loaded loaded(folder / "m");
   REQUIRE(loaded.weights.ok());
   const LayerWeights& layer = loaded.weights->layers[1];
   const auto router = matrix_of(layer.router);
@@ -127,30 +127,30 @@ TEST_CASE("routers spread tokens over the experts", "[synth]") {
 }
 
 TEST_CASE("the same seed gives the same bytes on any number of threads, another seed others", "[synth]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   for (const CheckpointFormat format : {CheckpointFormat::kBf16, CheckpointFormat::kNvfp4}) {
     const std::string name = checkpoint_format_name(format);
-    REQUIRE(make(folder.at(name + "a"), format, 9, 1, 0, 0, 300'000).ok());
-    REQUIRE(make(folder.at(name + "b"), format, 9, 4, 0, 0, 300'000).ok());
-    REQUIRE(make(folder.at(name + "c"), format, 10, 2, 0, 0, 300'000).ok());
+    REQUIRE(make((folder / (name + "a")), format, 9, 1, 0, 0, 300'000).ok());
+    REQUIRE(make((folder / (name + "b")), format, 9, 4, 0, 0, 300'000).ok());
+    REQUIRE(make((folder / (name + "c")), format, 10, 2, 0, 0, 300'000).ok());
     size_t files = 0;
-    for (const auto& entry : stdfs::directory_iterator(folder.at(name + "a"))) {
+    for (const auto& entry : stdfs::directory_iterator((folder / (name + "a")))) {
       const std::string file = entry.path().filename().string();
-      CHECK(test::slurp(entry.path().string()) == test::slurp(folder.at(name + "b") + "/" + file));
+      CHECK(test::get_file(entry.path().string()) == test::get_file((folder / (name + "b")) + "/" + file));
       files += file.find(".safetensors") != std::string::npos ? 1 : 0;
     }
     CHECK(files > 4);
-    const HeldCheckpoint a = HeldCheckpoint::read(folder.at(name + "a")),
-                         c = HeldCheckpoint::read(folder.at(name + "c"));
+    const HeldCheckpoint a = HeldCheckpoint::read((folder / (name + "a"))),
+                         c = HeldCheckpoint::read((folder / (name + "c")));
     const std::string q = "language_model.model.layers.1.self_attn.q_proj.weight";
     CHECK(a.tensors.at(q).bytes != c.tensors.at(q).bytes);
   }
 }
 
 TEST_CASE("layers and experts can be changed in both directions", "[synth]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   for (const auto& [layers, experts] : {std::pair<int64_t, int64_t>{2, 4}, {9, 16}}) {
-    const std::string out = folder.at(std::to_string(layers));
+    const std::string out = folder / std::to_string(layers);
     REQUIRE(make(out, CheckpointFormat::kMxfp8, 1, 2, layers, experts).ok());
     Loaded loaded(out);
     INFO(loaded.weights.status().message());
@@ -161,35 +161,35 @@ TEST_CASE("layers and experts can be changed in both directions", "[synth]") {
     CHECK(loaded.survey->config.n_sparse() == layers - 1);
     CHECK(loaded.survey->config.quant_method == "mxfp8");
   }
-  CHECK_FALSE(make(folder.at("few"), CheckpointFormat::kBf16, 1, 2, 0, 2).ok());  // 4 experts a token
-  CHECK_FALSE(stdfs::exists(folder.at("few")));
+  CHECK_FALSE(make(folder / "few", CheckpointFormat::kBf16, 1, 2, 0, 2).ok());  // 4 experts a token
+  CHECK_FALSE(stdfs::exists(folder / "few"));
 }
 
 TEST_CASE("nothing half-written is left behind", "[synth]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   const std::atomic<bool> cancel{true};
   SynthOptions options;
   options.config = fixture("tiny-bf16/config.json");
-  options.out = folder.at("m");
+  options.out = folder / "m";
   options.cancel = &cancel;
   const Status status = synth_checkpoint(storage::FileSystem::real(), options);
   CHECK(status.code() == Code::kCancelled);
-  CHECK_FALSE(stdfs::exists(folder.at("m")));
-  CHECK_FALSE(stdfs::exists(folder.at("m.partial")));
+  CHECK_FALSE(stdfs::exists(folder / "m"));
+  CHECK_FALSE(stdfs::exists(folder / "m.partial"));
 
-  stdfs::create_directory(folder.at("m.partial"));  // what a crash leaves
-  test::spill(folder.at("m.partial") + "/junk.safetensors", "junk");
+  stdfs::create_directory(folder / "m.partial");  // what a crash leaves
+  test::put_file((folder / "m.partial") + "/junk.safetensors", "junk");
   options.cancel = nullptr;
   REQUIRE(synth_checkpoint(storage::FileSystem::real(), options).ok());
-  CHECK_FALSE(stdfs::exists(folder.at("m") + "/junk.safetensors"));
+  CHECK_FALSE(stdfs::exists((folder / "m") + "/junk.safetensors"));
   const Status again = synth_checkpoint(storage::FileSystem::real(), options);
   CHECK(again.message().find("exists already") != std::string::npos);
-  options.out = folder.at("no/such/folder");
+  options.out = folder / "no/such/folder";
   CHECK(synth_checkpoint(storage::FileSystem::real(), options).code() == Code::kNotFound);
 }
 
 TEST_CASE("conversion keeps what is exact and rounds the rest within the format", "[synth]") {
-  test::ScratchFolder folder;
+  test::TempFolder folder;
   auto& fs = storage::FileSystem::real();
   const struct {
     CheckpointFormat format;
@@ -200,7 +200,7 @@ TEST_CASE("conversion keeps what is exact and rounds the rest within the format"
     REQUIRE(original.weights.ok());
     for (const auto& c : cases) {
       const std::string out =
-          folder.at(std::to_string(std::hash<std::string>{}(source)) + checkpoint_format_name(c.format));
+          (folder / (std::to_string(std::hash<std::string>{}(source)) + checkpoint_format_name(c.format)));
       const Status status = convert_checkpoint(fs, source, out, c.format, 1'000'000);
       INFO(source << " to " << checkpoint_format_name(c.format) << ": " << status.message());
       REQUIRE(status.ok());
@@ -224,17 +224,17 @@ TEST_CASE("conversion keeps what is exact and rounds the rest within the format"
     }
   }
   // MXFP8 is exact in bf16, and what has the format already keeps its bytes.
-  REQUIRE(convert_checkpoint(fs, fixture("tiny-mxfp8"), folder.at("back"), CheckpointFormat::kBf16).ok());
-  Loaded a(fixture("tiny-mxfp8")), b(folder.at("back"));
+  REQUIRE(convert_checkpoint(fs, fixture("tiny-mxfp8"), folder / "back", CheckpointFormat::kBf16).ok());
+  Loaded a(fixture("tiny-mxfp8")), b(folder / "back");
   REQUIRE(a.weights.ok());
   REQUIRE(b.weights.ok());
   for (size_t l = 1; l < 5; ++l) {
     CHECK(matrix_of(a.weights->layers[l].experts[7].down) == matrix_of(b.weights->layers[l].experts[7].down));
     CHECK(matrix_of(a.weights->layers[l].index_q) == matrix_of(b.weights->layers[l].index_q));
   }
-  REQUIRE(convert_checkpoint(fs, fixture("tiny-mxfp8"), folder.at("mixed"), CheckpointFormat::kNvfp4).ok());
+  REQUIRE(convert_checkpoint(fs, fixture("tiny-mxfp8"), folder / "mixed", CheckpointFormat::kNvfp4).ok());
   const HeldCheckpoint before = HeldCheckpoint::read(fixture("tiny-mxfp8")),
-                       after = HeldCheckpoint::read(folder.at("mixed"));
+                       after = HeldCheckpoint::read(folder / "mixed");
   int same = 0;
   for (const auto& [name, t] : before.tensors) {
     if (name.find(".experts.") != std::string::npos) continue;
@@ -250,15 +250,15 @@ TEST_CASE("a NaN weight cannot be quantised and is named", "[synth]") {
   const std::string name = "language_model.model.layers.2.self_attn.k_proj.weight";
   held.at(name).bytes[2 * (5 * 128 + 9)] = 0xC0;
   held.at(name).bytes[2 * (5 * 128 + 9) + 1] = 0x7F;
-  test::ScratchFolder folder;
-  held.write(folder.at("m"));
+  test::TempFolder folder;
+  held.write(folder / "m");
   const Status status =
-      convert_checkpoint(storage::FileSystem::real(), folder.at("m"), folder.at("out"), CheckpointFormat::kMxfp8);
+      convert_checkpoint(storage::FileSystem::real(), folder / "m", folder / "out", CheckpointFormat::kMxfp8);
   REQUIRE_FALSE(status.ok());
   CHECK(status.message().find(name) != std::string::npos);
   CHECK(status.message().find("row 5") != std::string::npos);
-  CHECK_FALSE(stdfs::exists(folder.at("out")));
-  CHECK_FALSE(stdfs::exists(folder.at("out.partial")));
+  CHECK_FALSE(stdfs::exists(folder / "out"));
+  CHECK_FALSE(stdfs::exists(folder / "out.partial"));
 }
 
 }  // namespace

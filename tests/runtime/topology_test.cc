@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "runtime/cgroup.h"
-#include "tests/runtime/temp_tree.h"
 #include "tests/support/catch.h"
+#include "tests/support/temp_folder.h"
 
 namespace firn {
 namespace {
@@ -19,14 +19,14 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 
 // A described machine with 64 GiB available, no groups and no limits unless a test writes them.
 struct Box {
-  test::TempTree tree;
+  test::TempFolder tree;
   TopologyOptions options;
 
   explicit Box(const std::string& synthetic) {
     options.synthetic = synthetic;
-    options.proc_root = tree.root() + "/proc";
-    options.cgroup_root = tree.root() + "/cgroup";
-    options.sys_root = tree.root() + "/sys";
+    options.proc_root = tree.path() + "/proc";
+    options.cgroup_root = tree.path() + "/cgroup";
+    options.sys_root = tree.path() + "/sys";
     options.address_space_limit_bytes = -1;
     options.memlock_limit_bytes = -1;
     tree.write("proc/meminfo", "MemTotal:       100000000 kB\nMemFree: 5 kB\nMemAvailable:   67108864 kB\n");

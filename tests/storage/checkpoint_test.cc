@@ -6,7 +6,7 @@
 #include "storage/faulty_file.h"
 #include "storage/loader.h"
 #include "storage/safetensors.h"
-#include "temp_folder.h"
+#include "tests/storage/patterns.h"
 #include "tests/support/catch.h"
 
 namespace firn::storage {

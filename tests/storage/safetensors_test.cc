@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "storage/faulty_file.h"
-#include "temp_folder.h"
+#include "tests/storage/patterns.h"
 #include "tests/support/catch.h"
 
 namespace firn::storage {

@@ -22,22 +22,22 @@ class Copy {
  public:
   explicit Copy(const std::string& fixture = "tiny-bf16") {
     for (const auto& entry : fs::directory_iterator(data_path(fixture))) {
-      fs::copy_file(entry.path(), temp_.path() / entry.path().filename());
+      fs::copy_file(entry.path(), temp_ / entry.path().filename().string());
     }
   }
-  std::string path() const { return temp_.path().string(); }
-  std::string file(const std::string& name) const { return temp_.file(name); }
+  std::string path() const { return temp_.path(); }
+  std::string file(const std::string& name) const { return temp_ / name; }
   const TempFolder& folder() const { return temp_; }
 
   void edit_json(const std::string& name, const std::function<void(json&)>& edit) const {
-    json j = json::parse(read_file(file(name)));
+    json j = json::parse(get_file(file(name)));
     edit(j);
-    write_file(file(name), j.dump());
+    put_file(file(name), j.dump());
   }
   // Rewrites a shard's header, and appends `more` to its data.
   void edit_header(const std::string& name, const std::function<void(ordered_json&, int64_t data_bytes)>& edit,
                    const std::string& more = "") const {
-    const std::string bytes = read_file(file(name));
+    const std::string bytes = get_file(file(name));
     uint64_t length = 0;
     std::memcpy(&length, bytes.data(), 8);
     ordered_json header = ordered_json::parse(bytes.substr(8, length));
@@ -48,7 +48,7 @@ class Copy {
     std::string out(8, '\0');
     std::memcpy(out.data(), &length, 8);
     const uint64_t data = bytes.size() - header_end(bytes);
-    write_file(file(name), out + text + bytes.substr(bytes.size() - data) + more);
+    put_file(file(name), out + text + bytes.substr(bytes.size() - data) + more);
   }
   Ran run(std::vector<std::string> more = {}) const {
     std::vector<std::string> arguments = {"run", "--model", path(), "--max-tokens", "3", "--greedy", "--json"};
@@ -79,7 +79,7 @@ void refused(const Ran& ran, const std::vector<std::string>& words) {
 }
 
 std::string some_tensor(const Copy& copy, const std::string& shard, const std::string& ending) {
-  const json index = json::parse(read_file(copy.file(kIndex)));
+  const json index = json::parse(get_file(copy.file(kIndex)));
   for (const auto& [name, where] : index.at("weight_map").items()) {
     const bool ends =
         name.size() >= ending.size() && name.compare(name.size() - ending.size(), ending.size(), ending) == 0;
@@ -98,10 +98,10 @@ TEST_CASE("an unharmed copy answers") {
 
 TEST_CASE("a model that is not there, or is no folder, is named") {
   TempFolder temp;
-  refused(run_firn({"run", "--model", temp.file("nowhere"), "--prompt", "x"}), {temp.file("nowhere")});
+  refused(run_firn({"run", "--model", temp / "nowhere", "--prompt", "x"}), {temp / "nowhere"});
   const std::string file = temp.write("weights.bin", "x");
   refused(run_firn({"run", "--model", file, "--prompt", "x"}), {file, "folder"});
-  refused(run_firn({"run", "--model", temp.path().string(), "--prompt", "x"}), {temp.file("config.json")});
+  refused(run_firn({"run", "--model", temp.path(), "--prompt", "x"}), {temp / "config.json"});
 }
 
 TEST_CASE("a missing shard is named") {
@@ -119,18 +119,18 @@ TEST_CASE("a truncated shard: how many bytes were expected and found") {
 
 TEST_CASE("a header longer than its file") {
   const Copy copy;
-  std::string bytes = read_file(copy.file(kShard));
+  std::string bytes = get_file(copy.file(kShard));
   const uint64_t length = 50'000'000;
   std::memcpy(bytes.data(), &length, 8);
-  write_file(copy.file(kShard), bytes);
+  put_file(copy.file(kShard), bytes);
   refused(copy.run(), {kShard, "50000000"});
 }
 
 TEST_CASE("an empty shard, and one that is text") {
   const Copy copy;
-  write_file(copy.file(kShard), "");
+  put_file(copy.file(kShard), "");
   refused(copy.run(), {kShard, "found 0"});
-  write_file(copy.file(kShard), "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n");
+  put_file(copy.file(kShard), "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n");
   refused(copy.run(), {kShard, "Git LFS pointer"});
 }
 
@@ -151,7 +151,7 @@ TEST_CASE("a missing scale is named with its matrix") {
   const Copy copy("tiny-mxfp8");
   const std::string name = some_tensor(copy, "", ".weight_scale_inv");
   const std::string other = name.substr(0, name.rfind('.')) + ".nothing";
-  const std::string shard = json::parse(read_file(copy.file(kIndex))).at("weight_map").at(name);
+  const std::string shard = json::parse(get_file(copy.file(kIndex))).at("weight_map").at(name);
   copy.edit_header(shard, [&](ordered_json& h, int64_t) {
     h[other] = h.at(name);
     h.erase(name);
@@ -200,19 +200,19 @@ TEST_CASE("another architecture is named, and what firn runs") {
 
 TEST_CASE("a config that contradicts itself or the weights") {
   const Copy copy;
-  const std::string good = read_file(copy.file("config.json"));
+  const std::string good = get_file(copy.file("config.json"));
   copy.edit_json("config.json", [](json& j) { j["text_config"]["num_attention_heads"] = 3; });
   refused(copy.run(), {"config.json", "3"});
-  write_file(copy.file("config.json"), good);
+  put_file(copy.file("config.json"), good);
   copy.edit_json("config.json", [](json& j) { j["text_config"]["num_experts_per_tok"] = 9; });
   refused(copy.run(), {"config.json", "9", "8"});
-  write_file(copy.file("config.json"), good);
+  put_file(copy.file("config.json"), good);
   copy.edit_json("config.json", [](json& j) { j["text_config"]["hidden_size"] = 256; });
   refused(copy.run(), {"expected", "found"});
-  write_file(copy.file("config.json"), good);
+  put_file(copy.file("config.json"), good);
   copy.edit_json("config.json", [](json& j) { j["text_config"]["moe_layer_freq"] = {0, 1}; });
   refused(copy.run(), {"config.json", "moe_layer_freq"});
-  write_file(copy.file("config.json"), good.substr(0, good.size() / 2));
+  put_file(copy.file("config.json"), good.substr(0, good.size() / 2));
   refused(copy.run(), {"config.json"});
 }
 
@@ -228,8 +228,8 @@ TEST_CASE("without a tokenizer text is refused and token ids work") {
 
 TEST_CASE("a broken tokenizer is named; token ids still work") {
   const Copy copy;
-  const std::string good = read_file(copy.file("tokenizer.json"));
-  write_file(copy.file("tokenizer.json"), good.substr(0, good.size() / 2));
+  const std::string good = get_file(copy.file("tokenizer.json"));
+  put_file(copy.file("tokenizer.json"), good.substr(0, good.size() / 2));
   refused(copy.run(), {"tokenizer.json"});
   const Ran ran = copy.run({"--tokens", copy.folder().write("ids.json", "{\"ids\": [5, 6, 7]}")});
   CHECK(ran.code == 0);
@@ -237,7 +237,7 @@ TEST_CASE("a broken tokenizer is named; token ids still work") {
 
 TEST_CASE("a text-only checkpoint, without the vision tensors, answers the same") {
   const Copy whole, copy;
-  const json index = json::parse(read_file(copy.file(kIndex)));
+  const json index = json::parse(get_file(copy.file(kIndex)));
   std::map<std::string, std::vector<std::string>> dropped;  // by shard
   for (const auto& [name, where] : index.at("weight_map").items()) {
     if (name.rfind("vision", 0) == 0 || name.rfind("multi_modal", 0) == 0 || name.rfind("patch_merge", 0) == 0) {
@@ -275,15 +275,15 @@ TEST_CASE("a text-only checkpoint, without the vision tensors, answers the same"
 TEST_CASE("a weight that is no number ends the answer with its place named, not with nonsense") {
   const Copy copy;
   const std::string name = "language_model.lm_head.weight";
-  std::string shard = json::parse(read_file(copy.file(kIndex))).at("weight_map").value(name, "");
+  std::string shard = json::parse(get_file(copy.file(kIndex))).at("weight_map").value(name, "");
   REQUIRE_FALSE(shard.empty());
-  std::string bytes = read_file(copy.file(shard));
+  std::string bytes = get_file(copy.file(shard));
   uint64_t length = 0;
   std::memcpy(&length, bytes.data(), 8);
   const int64_t at = ordered_json::parse(bytes.substr(8, length)).at(name).at("data_offsets")[0];
   const uint16_t nan = 0x7FC0;
   for (int i = 0; i < 64; ++i) std::memcpy(bytes.data() + 8 + length + at + 2 * i, &nan, 2);
-  write_file(copy.file(shard), bytes);
+  put_file(copy.file(shard), bytes);
   refused(copy.run({"--quiet"}), {"token 0", "nan", "expected a number"});
 }
 

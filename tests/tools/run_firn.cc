@@ -136,35 +136,6 @@ Ran run_firn(const std::vector<std::string>& arguments, const RunOptions& option
   return child.wait();
 }
 
-TempFolder::TempFolder() {
-  std::string name = (std::filesystem::temp_directory_path() / "firn-test-XXXXXX").string();
-  FIRN_CHECK(mkdtemp(name.data()) != nullptr, "mkdtemp");
-  path_ = name;
-}
-
-TempFolder::~TempFolder() {
-  std::error_code error;
-  std::filesystem::remove_all(path_, error);
-}
-
-std::string TempFolder::write(const std::string& name, const std::string& content) const {
-  write_file(file(name), content);
-  return file(name);
-}
-
-std::string read_file(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  FIRN_CHECK(in.good(), "cannot read " + path);
-  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-}
-
-void write_file(const std::string& path, const std::string& content) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  out.write(content.data(), static_cast<std::streamsize>(content.size()));
-  out.close();
-  FIRN_CHECK(!out.fail(), "cannot write " + path);
-}
-
 bool has_all(const std::string& text, const std::vector<std::string>& words) {
   return std::all_of(words.begin(), words.end(),
                      [&](const std::string& w) { return text.find(w) != std::string::npos; });

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/temp_folder.h"
+
 namespace firn::test {
 
 struct RunOptions {
@@ -54,23 +56,6 @@ class Child {
 
 Ran run_firn(const std::vector<std::string>& arguments, const RunOptions& options = {});
 
-// A folder of its own that goes away with the object.
-class TempFolder {
- public:
-  TempFolder();
-  ~TempFolder();
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-  std::string file(const std::string& name) const { return (path_ / name).string(); }
-  std::string write(const std::string& name, const std::string& content) const;  // returns its path
-
- private:
-  std::filesystem::path path_;
-};
-
-std::string read_file(const std::string& path);
-void write_file(const std::string& path, const std::string& content);
 // True when `text` holds every one of `words`.
 bool has_all(const std::string& text, const std::vector<std::string>& words);
 

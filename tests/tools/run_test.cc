@@ -49,7 +49,7 @@ void refused(const Ran& ran, int code, const std::vector<std::string>& words) {
 
 TEST_CASE("run --json holds every field, and the numbers agree with each other") {
   TempFolder temp;
-  const json j = answer(question({"--json", "--evidence", "--logits", temp.file("l.safetensors")}));
+  const json j = answer(question({"--json", "--evidence", "--logits", temp / "l.safetensors"}));
   CHECK(j.at("text") == kAnswer);
   CHECK(j.at("reasoning") == "");
   CHECK(j.at("tool_calls").empty());
@@ -86,7 +86,7 @@ TEST_CASE("run --json holds every field, and the numbers agree with each other")
   CHECK(j.at("tiers").at("kv").at("bytes_on_disk") == 0);
   CHECK_FALSE(j.at("evidence").empty());
 
-  const auto logits = must(storage::SafetensorsFile::read(temp.file("l.safetensors")));
+  const auto logits = must(storage::SafetensorsFile::read(temp / "l.safetensors"));
   REQUIRE(logits.find("logits") != nullptr);
   const std::vector<int64_t> shape = {static_cast<int64_t>(steps), 3658};
   CHECK(logits.find("logits")->shape == shape);
@@ -111,7 +111,7 @@ TEST_CASE("for people only the answer goes to stdout") {
 
 TEST_CASE("evidence of a long document: the passages chosen most often, one line each") {
   // The first question of the 16K document that the model answers right.
-  std::istringstream lines(read_file(nano_path("docs/questions.jsonl")));
+  std::istringstream lines(get_file(nano_path("docs/questions.jsonl")));
   json asked;
   for (std::string line; std::getline(lines, line);) {
     const json q = json::parse(line);
@@ -229,7 +229,7 @@ TEST_CASE("an image in the messages is refused by name on every checkpoint, exit
 
 TEST_CASE("a document's broken bytes are replaced, counted and said once") {
   TempFolder temp;
-  const std::string text = read_file(nano_path("docs/doc-2k.txt"));
+  const std::string text = get_file(nano_path("docs/doc-2k.txt"));
   const std::string broken = temp.write("broken.txt", text + "\nA \xFF and a \xC3( end.");
   const Ran ran = run_firn(nano({"--file", broken, "--prompt", kQuestion}));
   CHECK(ran.code == 0);
@@ -240,7 +240,7 @@ TEST_CASE("a document's broken bytes are replaced, counted and said once") {
 
 TEST_CASE("byte order mark, CRLF and NUL in a document") {
   TempFolder temp;
-  const std::string text = read_file(nano_path("docs/doc-2k.txt"));
+  const std::string text = get_file(nano_path("docs/doc-2k.txt"));
   const auto prompt_tokens = [&](const std::string& content) {
     const json j = answer(nano({"--json", "--file", temp.write("doc.txt", content), "--prompt", kQuestion}));
     CHECK(j.at("text") == kAnswer);
@@ -268,12 +268,12 @@ TEST_CASE("empty prompts, folders, FIFOs and missing files are refused before th
   refused(run_firn(nano({"--prompt", ""})), 1, {"prompt is empty"});
   refused(run_firn(nano({"--raw", "--prompt", "\n"})), 1, {"prompt is empty"});
   refused(run_firn(nano({"--file", temp.write("empty.txt", ""), "--prompt", ""})), 1, {"prompt is empty"});
-  refused(run_firn(nano({"--file", temp.path().string(), "--prompt", "x"})), 1,
-          {temp.path().string(), "expected a regular file", "directory"});
-  REQUIRE(mkfifo(temp.file("pipe").c_str(), 0600) == 0);
-  refused(run_firn(nano({"--file", temp.file("pipe"), "--prompt", "x"})), 1, {temp.file("pipe"), "FIFO"});
-  refused(run_firn(nano({"--file", temp.file("nowhere.txt"), "--prompt", "x"})), 1, {temp.file("nowhere.txt")});
-  refused(run_firn(nano({"--prompt-file", temp.file("nowhere.txt")})), 1, {temp.file("nowhere.txt")});
+  refused(run_firn(nano({"--file", temp.path(), "--prompt", "x"})), 1,
+          {temp.path(), "expected a regular file", "directory"});
+  REQUIRE(mkfifo((temp / "pipe").c_str(), 0600) == 0);
+  refused(run_firn(nano({"--file", temp / "pipe", "--prompt", "x"})), 1, {temp / "pipe", "FIFO"});
+  refused(run_firn(nano({"--file", temp / "nowhere.txt", "--prompt", "x"})), 1, {temp / "nowhere.txt"});
+  refused(run_firn(nano({"--prompt-file", temp / "nowhere.txt"})), 1, {temp / "nowhere.txt"});
 }
 
 TEST_CASE("what does not fit is refused with both numbers and before anything is loaded") {
@@ -289,10 +289,10 @@ TEST_CASE("what does not fit is refused with both numbers and before anything is
 
 TEST_CASE("--logits to a place where no file can be is refused before the work") {
   TempFolder temp;
-  const Ran nowhere = run_firn(nano({"--prompt", "Hello!", "--logits", temp.file("no/where.safetensors")}));
-  refused(nowhere, 1, {"--logits", temp.file("no"), "does not exist"});
+  const Ran nowhere = run_firn(nano({"--prompt", "Hello!", "--logits", temp / "no/where.safetensors"}));
+  refused(nowhere, 1, {"--logits", temp / "no", "does not exist"});
   CHECK(nowhere.err.find("parameters") == std::string::npos);
-  refused(run_firn(nano({"--prompt", "Hello!", "--logits", temp.path().string()})), 1, {"--logits", "folder"});
+  refused(run_firn(nano({"--prompt", "Hello!", "--logits", temp.path()})), 1, {"--logits", "folder"});
   CHECK(std::filesystem::is_empty(temp.path()));
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 // A prompt that takes seconds to read: the 16K document, several times.
 std::string long_document(const TempFolder& temp) {
-  const std::string text = read_file(nano_path("docs/doc-16k.txt"));
+  const std::string text = get_file(nano_path("docs/doc-16k.txt"));
   return temp.write("long.txt", text + text + text + text);
 }
 
@@ -30,7 +30,7 @@ TEST_CASE("a chat answers, reads documents, forgets, and stays when an answer is
   CHECK(chat.read_until("The secret word of Vlad Garcia is"));
   chat.write("/reset\n");
   REQUIRE(chat.read_until("(new conversation)"));
-  chat.write("/file " + temp.file("nowhere.txt") + "\n");
+  chat.write("/file " + (temp / "nowhere.txt") + "\n");
   CHECK(chat.read_until("no such file"));
   chat.write("/fiel x\n");
   CHECK(chat.read_until("no command"));

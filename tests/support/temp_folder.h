@@ -1,14 +1,12 @@
-// A folder of its own for a test, removed afterwards, and files with content that can be recognised anywhere.
+// A folder of its own for a test, removed afterwards, and whole files in and out.
 #pragma once
 
 #include <stdlib.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <span>
 #include <string>
 #include <string_view>
 
@@ -31,6 +29,8 @@ class TempFolder {
   }
   const std::string& path() const { return path_; }
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  // Writes a file, in folders of its own if need be; returns its path.
+  std::string write(const std::string& name, std::string_view content) const;
   int64_t entries() const {
     return std::distance(std::filesystem::directory_iterator(path_), std::filesystem::directory_iterator());
   }
@@ -38,18 +38,6 @@ class TempFolder {
  private:
   std::string path_;
 };
-
-// The byte at an offset: neighbours, blocks and pieces all differ.
-inline std::byte pattern_at(int64_t offset) {
-  auto x = static_cast<uint64_t>(offset) * 0x9E3779B97F4A7C15u;
-  return static_cast<std::byte>((x >> 56) ^ (x >> 24));
-}
-
-inline std::string pattern(int64_t begin, int64_t bytes) {
-  std::string out(static_cast<size_t>(bytes), '\0');
-  for (int64_t i = 0; i < bytes; ++i) out[static_cast<size_t>(i)] = static_cast<char>(pattern_at(begin + i));
-  return out;
-}
 
 inline void put_file(const std::string& path, std::string_view content) {
   std::ofstream out(path, std::ios::binary | std::ios::trunc);
@@ -64,6 +52,11 @@ inline std::string get_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-inline bool contains(std::string_view text, std::string_view part) { return text.find(part) != std::string_view::npos; }
+inline std::string TempFolder::write(const std::string& name, std::string_view content) const {
+  const std::string path = *this / name;
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path());
+  put_file(path, content);
+  return path;
+}
 
 }  // namespace firn::test
