@@ -425,11 +425,43 @@ Status Forward::attention_step(const Chunk& chunk) {
   attention.topk = sparse ? c.topk_blocks : 0;
   attention.out = view(heads_, act_, n, q_width);
   ops_->attention(attention);
+  if (options_.capture.mass && sparse) FIRN_TRY(capture_mass(attention));
 
   const WeightView o[] = {w.o};
   const MatrixView y[] = {view(y_, DType::kF32, n, c.hidden)};
   ops_->linear({attention.out, o, y});
   return ops_->wait(ops_->add({h, y[0]}));
+}
+
+// A block's share of a head's softmax follows from its own maximum and sum (runtime/ops.h: AttentionPartialParams).
+Status Forward::capture_mass(const AttentionParams& attention) {
+  const int64_t rows = attention.q.rows, heads = config_.heads, per_group = config_.heads_per_group();
+  const int64_t topk = config_.topk_blocks, entry = config_.head_dim + 2;
+  const int64_t bytes = bytes_of(DType::kF32, rows * heads, topk * entry);
+  FIRN_ASSIGN(const Buffer partials, ops_->arena().allocate(bytes, "attention of single blocks"));
+  AttentionPartialParams params;
+  params.base = attention;
+  params.partials = view(partials, DType::kF32, rows * heads, topk * entry);
+  ops_->attention_partial(params);
+  std::vector<float> host(static_cast<size_t>(rows * heads * topk * entry));
+  FIRN_TRY(download(reinterpret_cast<std::byte*>(host.data()), partials.data(), bytes));
+  const int32_t* ids = captured_.block_ids.data() + captured_.block_ids.size() - rows * config_.kv_heads * topk;
+  std::vector<float> mass(static_cast<size_t>(rows * heads * topk), 0.0f);
+  for (int64_t i = 0; i < rows * heads; ++i) {
+    const int64_t list = (i / heads * config_.kv_heads + i % heads / per_group) * topk;
+    int64_t n = 0;
+    while (n < topk && ids[list + n] >= 0) ++n;
+    auto partial = [&](int64_t j) { return host.data() + (i * topk + j) * entry; };
+    double largest = -HUGE_VAL, total = 0;
+    for (int64_t j = 0; j < n; ++j) largest = std::max<double>(largest, partial(j)[0]);
+    for (int64_t j = 0; j < n; ++j) total += partial(j)[1] * std::exp(partial(j)[0] - largest);
+    for (int64_t j = 0; j < n; ++j) {
+      mass[(list + j) * per_group + i % per_group] =
+          static_cast<float>(partial(j)[1] * std::exp(partial(j)[0] - largest) / total);
+    }
+  }
+  captured_.block_mass.insert(captured_.block_mass.end(), mass.begin(), mass.end());
+  return {};
 }
 
 Status Forward::dense_mlp_step(const Chunk& chunk) {

@@ -49,6 +49,7 @@ struct Capture {
   bool hidden = false;   // residual stream after every layer, [layers + 1][rows of logits][H]
   bool routing = false;  // expert ids, weights, logits of every row, MoE layers in order
   bool blocks = false;   // block ids of every row, sparse layers in order
+  bool mass = false;     // with blocks: how much attention each chosen block got; computes attention twice
 };
 struct Captured {
   std::vector<float> hidden;          // [layers + 1][n_logits][H]
@@ -56,7 +57,8 @@ struct Captured {
   std::vector<int32_t> expert_ids;    // [moe layers][rows][topk]
   std::vector<float> expert_weights;  // same shape
   std::vector<float> router_logits;   // [moe layers][rows][E]
-  std::vector<int32_t> block_ids;     // [sparse layers][rows][heads * topk]
+  std::vector<int32_t> block_ids;     // [sparse layers][rows][groups * topk]
+  std::vector<float> block_mass;      // [sparse layers][rows][groups * topk][heads a group]: share of the softmax
 };
 
 struct ForwardOptions {
@@ -124,6 +126,7 @@ class Forward {
   Status attention_step(const Chunk& chunk);
   Status dense_mlp_step(const Chunk& chunk);
   Status router_step(const Chunk& chunk);
+  Status capture_mass(const AttentionParams& attention);
   Status experts_step(const ExpertGroup& group);
   Status experts_elsewhere(Ops* ops, const std::vector<MlpTask>& tasks, int64_t n_pairs);
   Status finish_moe_step(const Chunk& chunk);

@@ -111,7 +111,7 @@ Status Generation::step() {
   if (session_->idle()) {
     const int32_t last = token_ids_.back();
     Capture capture;
-    capture.blocks = request_.capture_blocks;
+    capture.blocks = capture.mass = request_.capture_blocks;
     FIRN_TRY(session_->begin(std::span<const int32_t>(&last, 1), capture));
   }
   Status status = session_->step();
@@ -120,7 +120,9 @@ Status Generation::step() {
     return status;
   }
   if (!session_->idle()) return {};
-  if (request_.capture_blocks && !token_ids_.empty()) blocks_.push_back(session_->captured().block_ids);
+  if (request_.capture_blocks && !token_ids_.empty()) {
+    attended_.push_back({session_->captured().block_ids, session_->captured().block_mass});
+  }
   return sample_next();
 }
 

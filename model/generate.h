@@ -29,7 +29,7 @@ struct GenerateRequest {
   Thinking thinking = Thinking::kAdaptive;
   std::vector<Json> tools;
   bool keep_logits = false;     // hold every step's logits (for --logits)
-  bool capture_blocks = false;  // record the block choices of generated tokens' rows (for --evidence)
+  bool capture_blocks = false;  // record the generated tokens' block choices and their attention (for --evidence)
 };
 
 enum class Finish : uint8_t { kRunning, kStop, kLength, kToolCalls, kCancelled };
@@ -67,8 +67,12 @@ class Generation {
   const GenerateTimings& timings() const { return timings_; }
   const std::vector<std::string>& logits_xxh3() const { return logits_xxh3_; }
   const std::vector<std::vector<float>>& kept_logits() const { return kept_logits_; }
-  // Block choices of each generated token's row: [step][sparse layers x heads x topk].
-  const std::vector<std::vector<int32_t>>& blocks() const { return blocks_; }
+  // Of each generated token's row that was fed: block choices and the attention they got, as Captured has them.
+  struct Attended {
+    std::vector<int32_t> blocks;
+    std::vector<float> mass;
+  };
+  const std::vector<Attended>& attended() const { return attended_; }
 
  private:
   Generation(Engine* engine, Session* session, GenerateRequest request);
@@ -93,7 +97,7 @@ class Generation {
   std::vector<int32_t> token_ids_;
   std::vector<std::string> logits_xxh3_;
   std::vector<std::vector<float>> kept_logits_;
-  std::vector<std::vector<int32_t>> blocks_;
+  std::vector<Attended> attended_;
   int64_t cached_tokens_ = 0;
   GenerateTimings timings_;
   std::chrono::steady_clock::time_point started_, first_token_;

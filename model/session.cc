@@ -20,7 +20,7 @@ Status Session::begin(std::span<const int32_t> ids, Capture capture) {
                                length(), limit, length() + n - limit));
   }
   if (forward_ == nullptr || capture.hidden != capture_.hidden || capture.routing != capture_.routing ||
-      capture.blocks != capture_.blocks) {
+      capture.blocks != capture_.blocks || capture.mass != capture_.mass) {
     ForwardOptions options;
     options.activation = engine_->activation();
     options.capture = capture;

@@ -132,27 +132,30 @@ nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Gen
 std::vector<Evidence> find_evidence(const model::Engine& engine, const model::Generation& g,
                                     const std::vector<int32_t>& prompt, size_t most) {
   const model::ModelConfig& c = engine.config();
-  std::map<int64_t, int64_t> counts;
-  int64_t total = 0;
-  for (size_t step = 0; step < g.blocks().size(); ++step) {
+  std::map<int64_t, double> weight;
+  double total = 0;
+  for (size_t step = 0; step < g.attended().size(); ++step) {
     const int64_t own = (g.prompt_tokens() + static_cast<int64_t>(step)) / c.block_tokens;
-    for (const int32_t block : g.blocks()[step]) {
+    const auto& attended = g.attended()[step];
+    for (size_t i = 0; i < attended.mass.size(); ++i) {
+      const int32_t block = attended.blocks[i / static_cast<size_t>(c.heads_per_group())];
       if (block < 0 || block == own) continue;
-      ++counts[block];
-      ++total;
+      const double mass = attended.mass[i];
+      weight[block] += mass * mass;
+      total += mass * mass;
     }
   }
-  std::vector<std::pair<int64_t, int64_t>> order(counts.begin(), counts.end());
+  std::vector<std::pair<int64_t, double>> order(weight.begin(), weight.end());
   std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
   std::vector<Evidence> out;
-  for (const auto& [block, count] : order) {
+  for (const auto& [block, squares] : order) {
     if (out.size() == most) break;
     Evidence e;
     e.block = block;
     e.token_begin = block * c.block_tokens;
     e.token_end = std::min<int64_t>(static_cast<int64_t>(prompt.size()), e.token_begin + c.block_tokens);
     if (e.token_begin >= e.token_end) continue;
-    e.share = static_cast<double>(count) / static_cast<double>(total);
+    e.share = squares / total;
     if (engine.tokenizer() != nullptr) {
       e.text = engine.tokenizer()->decode(std::span(prompt).subspan(e.token_begin, e.token_end - e.token_begin));
     }

@@ -29,10 +29,13 @@ nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Gen
 // Peak resident memory of this process so far.
 int64_t peak_rss_bytes();
 
-// Which blocks of the prompt the answer's tokens chose, most often first: for --evidence.
+// Which blocks of the prompt the answer drew on, for --evidence. Every generated token, layer and head spreads its
+// attention over the blocks it chose; a block counts by the sum of the squares of its parts, so that one head that
+// looks at one passage outweighs many that look everywhere. (Counting choices alone found none of 14 facts in nano's
+// 16K document among the first five, this puts all 14 first.)
 struct Evidence {
   int64_t block = 0, token_begin = 0, token_end = 0;
-  double share = 0;  // of all choices that were not the query's own block
+  double share = 0;  // of these sums over all blocks, the tokens' own blocks aside
   std::string text;
 };
 std::vector<Evidence> find_evidence(const model::Engine& engine, const model::Generation& generation,

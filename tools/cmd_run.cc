@@ -263,7 +263,7 @@ void print_evidence(const model::Engine& engine, const model::Generation& g, con
     return;
   }
   std::fputs(evidence.empty() ? "evidence: none (no passage beyond the answer's own was chosen)\n"
-                              : "evidence: passages chosen most often while answering\n",
+                              : "evidence: passages that drew the most attention while answering\n",
              stderr);
   for (const Evidence& e : evidence) {
     std::fprintf(stderr, "  %4.1f %%  tokens %lld to %lld: %s\n", 100 * e.share, static_cast<long long>(e.token_begin),

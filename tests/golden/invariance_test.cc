@@ -141,6 +141,35 @@ TEST_CASE("memory that held NaN or large values before does not reach an answer"
   }
 }
 
+TEST_CASE("the attention of a head is shared out among its chosen blocks", "[golden]") {
+  auto engine = open_model(data_path("tiny-mxfp8"));
+  const auto ids = prompt_ids("p2176");
+  model::Capture capture;
+  capture.blocks = capture.mass = true;
+  model::KvCache kv(&engine->kv_pools());
+  const int64_t n = static_cast<int64_t>(ids.size());
+  const WaveRun run = run_wave(*engine, one_span(&kv, ids, {n - 1}), capture);
+  const auto& c = engine->config();
+  const int64_t lists = c.n_sparse() * n * c.kv_heads, per_group = c.heads_per_group();
+  const auto& mass = run.captured().block_mass;
+  REQUIRE(static_cast<int64_t>(mass.size()) == lists * c.topk_blocks * per_group);
+  REQUIRE(run.captured().block_ids.size() * per_group == mass.size());
+  int64_t wrong = 0;
+  for (int64_t list = 0; list < lists; ++list) {
+    for (int64_t head = 0; head < per_group; ++head) {
+      double sum = 0;
+      for (int64_t j = 0; j < c.topk_blocks; ++j) {
+        const float part = mass[(list * c.topk_blocks + j) * per_group + head];
+        const bool chosen = run.captured().block_ids[list * c.topk_blocks + j] >= 0;
+        wrong += chosen ? !(part >= 0 && part <= 1.00001f) : part != 0;
+        sum += part;
+      }
+      wrong += !(std::abs(sum - 1) <= 1e-5);
+    }
+  }
+  CHECK(wrong == 0);
+}
+
 TEST_CASE("a wave replaces embeddings by given rows", "[golden]") {
   auto engine = open_model(data_path("tiny-bf16"));
   auto ids = prompt_ids("p300");

@@ -109,7 +109,7 @@ TEST_CASE("for people only the answer goes to stdout") {
   CHECK(quiet.err.empty());
 }
 
-TEST_CASE("evidence of a long document: the passages chosen most often, one line each") {
+TEST_CASE("evidence of a long document: the passage with the fact comes first, one line each") {
   // The first question of the 16K document that the model answers right.
   std::istringstream lines(get_file(nano_path("docs/questions.jsonl")));
   json asked;
@@ -139,6 +139,10 @@ TEST_CASE("evidence of a long document: the passages chosen most often, one line
     CHECK(end - begin == 128);
     CHECK(share > 0);
     CHECK(share <= last);
+    if (last == 100) {
+      CHECK(begin <= asked.at("fact_token").get<long long>());
+      CHECK(asked.at("fact_token").get<long long>() < end);
+    }
     last = share;
   }
 }
