@@ -372,8 +372,8 @@ TEST_CASE("the real layout: totals by group, and within seconds", "[survey][layo
   const std::pair<const char*, size_t> formats[] = {{"bf16", 23'416}, {"mxfp8", 45'838}, {"nvfp4", 89'614}};
   for (const auto& [format, tensors] : formats) {
     const std::string out = folder / format;
-    const std::string command = "python3 " FIRN_SOURCE_DIR "/tests/make_layout.py --format " + std::string(format) +
-                                " --out " + out + " >/dev/null";
+    const std::string command = "python3 '" FIRN_SOURCE_DIR "/tests/make_layout.py' --format " + std::string(format) +
+                                " --out '" + out + "' >/dev/null";
     REQUIRE(std::system(command.c_str()) == 0);
     const auto start = std::chrono::steady_clock::now();
     const auto survey = Survey::open(storage::FileSystem::real(), out);

@@ -1,35 +1,23 @@
 // `firn doctor` as a user runs it: what must hold on every machine.
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "runtime/topology.h"
 #include "tests/support/catch.h"
+#include "tests/tools/run_firn.h"
 
-namespace firn {
+namespace firn::test {
 namespace {
 
-struct Ran {
-  std::string out;
-  int code = -1;
-};
-
-Ran doctor(const std::string& arguments) {
-  Ran ran;
-  FILE* pipe = popen(("'" FIRN_BINARY_DIR "/firn' doctor " + arguments).c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> buffer{};
-  for (size_t n; (n = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) ran.out.append(buffer.data(), n);
-  const int status = pclose(pipe);
-  ran.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return ran;
+Ran doctor(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "doctor");
+  return run_firn(arguments);
 }
 
 TEST_CASE("doctor --json is one object whose checks are complete and agree with the topology") {
-  const Ran ran = doctor("--json --dir /tmp --dir /nonexistent-folder");
+  const Ran ran = doctor({"--json", "--dir", "/tmp", "--dir", "/nonexistent-folder"});
   REQUIRE(ran.code == 0);
   const nlohmann::json json = nlohmann::json::parse(ran.out);
   for (const char* name :
@@ -61,7 +49,7 @@ TEST_CASE("doctor --json is one object whose checks are complete and agree with 
 TEST_CASE("doctor tells a user what a missing thing costs and leaves no file behind") {
   const std::filesystem::path folder = std::filesystem::temp_directory_path() / "firn-doctor-test";
   std::filesystem::create_directory(folder);
-  const Ran ran = doctor("--dir '" + folder.string() + "' --dir /nonexistent-folder");
+  const Ran ran = doctor({"--dir", folder.string(), "--dir", "/nonexistent-folder"});
   CHECK(ran.code == 0);
   CHECK(ran.out.find("/nonexistent-folder  No such file or directory") != std::string::npos);
   CHECK(ran.out.find("effect: nothing can be kept or read here") != std::string::npos);
@@ -69,7 +57,7 @@ TEST_CASE("doctor tells a user what a missing thing costs and leaves no file beh
   std::filesystem::remove_all(folder);
 }
 
-TEST_CASE("doctor refuses a wrong option with exit code 2") { CHECK(doctor("--dri /tmp 2>/dev/null").code == 2); }
+TEST_CASE("doctor refuses a wrong option with exit code 2") { CHECK(doctor({"--dri", "/tmp"}).code == 2); }
 
 }  // namespace
-}  // namespace firn
+}  // namespace firn::test
