@@ -21,6 +21,14 @@ namespace {
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 }  // namespace
 
+bool have_terminals() {
+  int master = -1, slave = -1;
+  if (openpty(&master, &slave, nullptr, nullptr, nullptr) != 0) return false;
+  close(master);
+  close(slave);
+  return true;
+}
+
 Child::Child(const std::vector<std::string>& arguments, const RunOptions& options) {
   deadline_ = now_s() + options.timeout_s;
   std::vector<std::string> words = {FIRN_BINARY_DIR "/firn"};

@@ -54,6 +54,9 @@ class Child {
   Ran ran_;
 };
 
+// False where the system has no pseudo-terminals (a container without /dev/pts): a test that needs one says so, leaves.
+bool have_terminals();
+
 Ran run_firn(const std::vector<std::string>& arguments, const RunOptions& options = {});
 
 // True when `text` holds every one of `words`.

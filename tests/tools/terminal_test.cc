@@ -10,6 +10,13 @@
 namespace firn::test {
 namespace {
 
+// Skipped, not passed, where the system has none.
+bool no_terminals() {
+  if (have_terminals()) return false;
+  WARN("skipped: no pseudo-terminal can be had here (is /dev/pts mounted?)");
+  return true;
+}
+
 // A prompt that takes seconds to read: the 16K document, several times.
 std::string long_document(const TempFolder& temp) {
   const std::string text = get_file(nano_path("docs/doc-16k.txt"));
@@ -17,6 +24,7 @@ std::string long_document(const TempFolder& temp) {
 }
 
 TEST_CASE("a chat answers, reads documents, forgets, and stays when an answer is stopped") {
+  if (no_terminals()) return;
   TempFolder temp;
   RunOptions options;
   options.terminal = true;
@@ -71,6 +79,7 @@ TEST_CASE("Ctrl-C while the prompt is read ends with code 130 and says how far i
     CHECK(j.at("token_ids").empty());
   }
   SECTION("on a terminal: a bar that is redrawn") {
+    if (no_terminals()) return;
     RunOptions options;
     options.terminal_err = true;
     Child child(arguments, options);
@@ -92,6 +101,7 @@ TEST_CASE("Ctrl-C while the prompt is read ends with code 130 and says how far i
 }
 
 TEST_CASE("Ctrl-C while standard input is read") {
+  if (no_terminals()) return;
   RunOptions options;
   options.terminal = true;
   Child child({"run", "--model", nano_path("nano-bf16"), "--prompt-file", "-", "--quiet"}, options);
