@@ -124,8 +124,8 @@ int64_t CpuOps::scratch_bytes(const Limits& limits) const {
   const int64_t few = std::min(limits.rows, kFewRows * kExperts);
   const int64_t products = limits.rows * (input + limits.intermediate + 2 * pad) * 4 +
                            few * (limits.intermediate + pad) * 2 + 2 * limits.rows * (input * 2 + attention_width * 4) +
-                           (isa_ >= Isa::kAmx ? 2 * amx_packed_bytes(limits.rows, widest) : 0) +
-                           linear_tile_bytes(n_threads, widest, isa_ >= Isa::kAmx);
+                           (isa_ >= Isa::kAmx ? 2 * amx_packed_bytes(limits.rows + kAmxRows, widest) : 0) +
+                           linear_tile_bytes(n_threads, widest);
   return products + rows_scratch_bytes(limits, n_threads) + attention_scratch_bytes(limits, n_threads) +
          index_scratch_bytes(limits, n_threads) + int64_t{kScratchCount} * 4096;
 }

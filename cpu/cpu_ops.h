@@ -1,19 +1,16 @@
 // CpuOps: the fast CPU implementation of Ops. Work is done when a call returns; tickets are ready at once.
 //
 // Kernel paths (the fixed rule that runtime/ops.h asks for), by the number of rows of a linear call or of an MLP task:
-//  - act f32 (--precise), any rows: dot products over f32 in 16 fixed lanes, reduced in a fixed tree; a row's bits do
-//  not
-//    depend on the other rows.
-//  - act bf16, rows <= kFewRows: the same dot-product kernels on stored weights, dequantised in registers; a row's bits
-//  do
-//    not depend on the other rows.
-//  - act bf16, more rows: weight tiles are dequantised once to bf16 (or f32, by gemm_type()) and multiplied in fixed
-//  tiles:
-//    with AMX by our own tile kernel (amx_gemm.h; inputs a multiple of 32 and outputs of 16, the order of sums does not
-//    depend on the number of rows), else by oneDNN (a row's last bits may depend on the number of rows).
+//  - act f32 (--precise), any rows: dot products over f32 in 16 fixed lanes, reduced in a fixed tree.
+//  - act bf16, CPUs with AMX (inputs a multiple of 32, outputs of 16), any rows: matrix tiles straight from stored
+//    weights (amx_gemm.h). One row alone would be 5 to 25 % faster by dot products, but then a sequence's bits would
+//    depend on what it is batched with.
+//  - act bf16, rows <= kFewRows: dot products on stored weights dequantised in registers: bf16 ones where the CPU has
+//    fast instructions for them (bf16_dot.h: Zen 4), else the f32 ones.
+//  - act bf16, more rows: weight tiles are dequantised once to bf16 (or f32, by gemm_type()) for oneDNN. Here a row's
+//    last bits may depend on the number of rows; on every other path they depend on nothing but the path.
 //  - f32 with two_terms: up to kFewRows rows as f32; more: bf16 products of both terms in one pass over the weights, or
-//  f32
-//    products of the inputs as they are, by gemm_type().
+//    f32 products of the inputs as they are, by gemm_type().
 // Attention, norms, router, selection: one path whatever the number of rows.
 #pragma once
 

@@ -1,11 +1,14 @@
-// Cutting products into pieces. Every cut depends on shapes alone, never on the team's size.
+// Cutting products into pieces. Cuts that show in the bits depend on shapes alone; only kTiles, whose outputs are each
+// one chain whatever the cut, sizes its pieces by the team.
 #include "cpu/linear_products.h"
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 
 #include "cpu/amx_gemm.h"
+#include "cpu/bf16_dot.h"
 
 namespace firn::cpu {
 namespace {
@@ -67,17 +70,25 @@ int64_t dot_piece_rows(const WeightView& w, int64_t most) {
   return std::clamp<int64_t>(kDotPieceBytes / row_bytes / 4 * 4, 4, most);
 }
 
-// Products on matrix tiles of our own; others of path kGemm go to oneDNN.
-bool on_tiles(const Product& p, bool amx) {
-  return amx && p.path == LinearPath::kGemm && p.type == GemmType::kBf16 && p.x_bf16 != nullptr &&
-         p.w.cols % kAmxDims == 0 && p.w.rows % kAmxRows == 0;
+bool is_fp4(WeightFormat format) { return format == WeightFormat::kNvfp4 || format == WeightFormat::kMxfp4; }
+
+int64_t row_bytes_of(const WeightView& w) {
+  return weight_data_bytes(w.format, 1, w.cols) + weight_scale_bytes(w.format, 1, w.cols);
 }
 
-// Few input rows: they and a narrow tile of weights share the second-level cache. Many: a wide tile is used by all of
-// them.
-int64_t amx_tile_rows(const Product& p) {
-  if (p.rows <= 128) return 32;
-  return std::clamp<int64_t>((int64_t{1200} << 10) / (p.w.cols * 2) / 32 * 32, 32, 128);
+// Input rows of one chunk on matrix tiles: packed, they share a second-level cache of 2 MiB with the weights on their
+// way. Chunks of one product are of nearly one size.
+constexpr int64_t kTileChunkRows = 256;
+int64_t tile_chunk_rows(int64_t rows, int64_t k) {
+  const int64_t most =
+      std::clamp<int64_t>((int64_t{1536} << 10) / (2 * k) / kAmxRows * kAmxRows, 2 * kAmxRows, kTileChunkRows);
+  const int64_t chunks = (rows + most - 1) / most;
+  return round_up((rows + chunks - 1) / chunks, kAmxRows);
+}
+
+// Weights of a piece on matrix tiles: some pieces a thread, so that all end together, none too small for its start.
+int64_t tile_piece_bytes(int64_t call_bytes, int64_t n_threads) {
+  return std::clamp<int64_t>(call_bytes / (n_threads * 16), int64_t{128} << 10, int64_t{1} << 20);
 }
 
 // Output rows and input rows of the pieces a product is cut into.
@@ -85,9 +96,11 @@ struct Cut {
   int64_t first = 0;  // number of its first piece
   int64_t outs = 0, rows = 0;
   int64_t tile = 0, tiles = 0, chunk = 0, chunks = 0;
+  bool by_chunk = false;  // all tiles of a chunk before the next chunk
 };
 
-Cut cut_product(const Product& p, bool amx, int64_t first) {
+// piece_bytes is kTiles' size of a piece.
+Cut cut_product(const Product& p, int64_t piece_bytes, int64_t first) {
   Cut c;
   c.first = first;
   c.outs = p.w.rows;
@@ -95,6 +108,7 @@ Cut cut_product(const Product& p, bool amx, int64_t first) {
   if (p.rows == 0 || p.w.rows == 0) return c;
   switch (p.path) {
     case LinearPath::kDot:
+    case LinearPath::kBf16Dot:
       c.tile = dot_piece_rows(p.w, 1024);
       c.chunk = p.rows;
       break;
@@ -103,9 +117,14 @@ Cut cut_product(const Product& p, bool amx, int64_t first) {
       c.chunk = kChunkRows;
       break;
     case LinearPath::kGemm:
-      c.tile = on_tiles(p, amx) ? amx_tile_rows(p) : gemm_tile_rows(p.type, p.w.cols, amx);
+      c.tile = gemm_tile_rows(p.type, p.w.cols);
       // A last chunk of fewer than kMinGemmRows rows goes with the one before it.
       c.chunk = kChunkRows;
+      break;
+    case LinearPath::kTiles:
+      c.tile = std::clamp<int64_t>(piece_bytes / row_bytes_of(p.w) / 32 * 32, 32, 512);
+      c.chunk = tile_chunk_rows(p.rows, p.w.cols);
+      c.by_chunk = true;
       break;
   }
   c.tiles = (p.w.rows + c.tile - 1) / c.tile;
@@ -120,7 +139,8 @@ struct Piece {
   int64_t row_begin, row_n;  // input rows
 };
 
-// Pieces of one product follow each other by tile, then by chunk, so that a thread walks weights in order.
+// Pieces of one product follow each other by tile, then by chunk, so that a thread walks weights in order; on matrix
+// tiles by chunk, then by tile, so that its inputs stay.
 class Cuts {
  public:
   explicit Cuts(std::vector<Cut> cuts) : cuts_(std::move(cuts)) {
@@ -132,7 +152,8 @@ class Cuts {
     const auto it =
         std::upper_bound(cuts_.begin(), cuts_.end(), i, [](int64_t v, const Cut& c) { return v < c.first; });
     const Cut& c = *(it - 1);
-    const int64_t tile = (i - c.first) / c.chunks, chunk = (i - c.first) % c.chunks;
+    const int64_t at = i - c.first;
+    const int64_t tile = c.by_chunk ? at % c.tiles : at / c.chunks, chunk = c.by_chunk ? at / c.tiles : at % c.chunks;
     const int64_t row_begin = chunk * c.chunk;
     return {static_cast<size_t>(it - 1 - cuts_.begin()), tile * c.tile, std::min(c.tile, c.outs - tile * c.tile),
             row_begin, (chunk + 1 == c.chunks ? c.rows : row_begin + c.chunk) - row_begin};
@@ -204,7 +225,8 @@ const void* gemm_weights(const LinearKernels& kernels, const Product& p, bool st
 }
 
 int64_t tile_bytes(const Product& p, const Cut& c, bool stored, int64_t halves) {
-  if (p.path == LinearPath::kDot || c.tiles == 0) return 0;
+  if (p.path == LinearPath::kDot || p.path == LinearPath::kBf16Dot || c.tiles == 0) return 0;
+  if (p.path == LinearPath::kTiles) return amx_scratch_bytes(c.chunk);
   if (p.path == LinearPath::kDotMany) return halves * c.tile * round_up(p.w.cols, kXPad) * 4;
   if (stored) return 0;
   return halves * c.tile * tile_stride(p.w.cols) * element_bytes(p.type);
@@ -235,34 +257,61 @@ class ThreadScratch {
   bool ok_ = false;
 };
 
-// Inputs of products on matrix tiles, each packed once however many products read it.
+// Inputs in the form that kernels of bf16 rows read them in, each made once however many products read it.
 class PackedInputs {
  public:
   void need(const Product& p) {
-    if (find(p) != nullptr) return;
-    inputs_.push_back({p.x_bf16, p.x_stride, p.rows, p.w.cols, bytes_});
-    bytes_ += amx_packed_bytes(p.rows, p.w.cols);
+    if (!packed(p) || find(p) != nullptr) return;
+    const int64_t bytes =
+        p.path == LinearPath::kTiles ? amx_packed_bytes(p.rows, p.w.cols) : p.rows * round_up(p.w.cols, kXPad) * 2;
+    inputs_.push_back({p.x_bf16, p.x_stride, p.rows, p.w.cols, p.path, is_fp4(p.w.format), bytes_});
+    bytes_ += round_up(bytes, 64);
   }
   int64_t bytes() const { return bytes_; }
   void pack(ThreadTeam* team, std::byte* memory) {
     memory_ = memory;
     for (const Input& in : inputs_) {
+      if (in.path == LinearPath::kBf16Dot) {
+        const int64_t stride = round_up(in.k, kXPad);
+        for (int64_t r = 0; r < in.rows; ++r) {
+          bf16_dot_kernels().order_fp4(in.x + r * in.stride, in.k,
+                                       reinterpret_cast<uint16_t*>(memory + in.at) + r * stride);
+        }
+        continue;
+      }
       team->parallel_for(in.rows, kAmxRows, [&](int64_t begin, int64_t end, int) {
-        amx_kernels().pack_x(in.x + begin * in.stride, in.stride, end - begin, in.k, memory + in.at + begin * in.k * 2);
+        amx_kernels().pack_x(in.x + begin * in.stride, in.stride, end - begin, in.k, amx_columns(in.rows), in.fp4,
+                             memory + in.at + begin * in.k * 2);
       });
     }
   }
   // `row` is a multiple of kAmxRows.
-  const void* at(const Product& p, int64_t row) const { return memory_ + find(p)->at + row * p.w.cols * 2; }
+  const void* tiles(const Product& p, int64_t row) const { return memory_ + find(p)->at + row * p.w.cols * 2; }
+  Bf16DotArgs dot(const Product& p) const {
+    Bf16DotArgs a;
+    a.x = packed(p) ? reinterpret_cast<const uint16_t*>(memory_ + find(p)->at) : p.x_bf16;
+    a.x_stride = packed(p) ? round_up(p.w.cols, kXPad) : p.x_stride;
+    a.n_x = p.rows;
+    return a;
+  }
 
  private:
   struct Input {
     const uint16_t* x;
-    int64_t stride, rows, k, at;
+    int64_t stride, rows, k;
+    LinearPath path;
+    bool fp4;
+    int64_t at;
   };
+  static bool packed(const Product& p) {
+    return p.path == LinearPath::kTiles || (p.path == LinearPath::kBf16Dot && is_fp4(p.w.format));
+  }
   const Input* find(const Product& p) const {
     for (const Input& in : inputs_) {
-      if (in.x == p.x_bf16 && in.stride == p.x_stride && in.rows == p.rows && in.k == p.w.cols) return &in;
+      if (in.x == p.x_bf16 && in.stride == p.x_stride && in.rows == p.rows && in.k == p.w.cols && in.path == p.path &&
+          in.fp4 == is_fp4(p.w.format)) {
+        return &in;
+      }
     }
     return nullptr;
   }
@@ -271,10 +320,43 @@ class PackedInputs {
   std::byte* memory_ = nullptr;
 };
 
-void run_tiles(const Product& p, const PackedInputs& packed, const void* w, bool stored, int64_t n, int64_t row,
-               int64_t rows, float* out, int64_t out_stride) {
-  amx_kernels().gemm(
-      {w, (stored ? p.w.cols : tile_stride(p.w.cols)) * 2, n, packed.at(p, row), rows, p.w.cols, out, out_stride});
+// As ThreadTeam::parallel_for with a grain of one, but body(i, then, thread) also learns which piece its thread takes
+// after this one (n or more: none).
+template <typename F>
+void for_pieces(ThreadTeam* team, int64_t n, F&& body) {
+  if (n <= 1 || team->size() == 1) {
+    for (int64_t i = 0; i < n; ++i) body(i, i + 1, 0);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  team->run([&](int thread, int) {
+    for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < n;) {
+      const int64_t then = next.fetch_add(1, std::memory_order_relaxed);
+      body(i, then, thread);
+      i = then;
+    }
+  });
+}
+
+// The part of a call on matrix tiles that is the same for one matrix and for two.
+AmxGemmArgs tile_args(const Product& p, const PackedInputs& packed, const Piece& piece, std::byte* scratch) {
+  AmxGemmArgs a;
+  a.x = packed.tiles(p, piece.row_begin);
+  a.columns = amx_columns(p.rows);
+  a.m = piece.row_n;
+  a.k = p.w.cols;
+  a.scratch = scratch;
+  return a;
+}
+
+AmxWeights tile_weights(const WeightView& w, const Piece& piece, float factor, float* out) {
+  return {weight_rows(w, piece.out_begin, piece.out_n), static_cast<int>(w.format), factor, out};
+}
+
+void ask_for(AmxGemmArgs& a, int j, const WeightView& w, const Piece& piece) {
+  const WeightRows rows = weight_rows(w, piece.out_begin, piece.out_n);
+  a.next_data[j] = rows.data;
+  a.next_scales[j] = rows.scales;
 }
 
 Status refused() { return {Code::kNoMemory, ""}; }
@@ -285,6 +367,16 @@ void run_dot(const LinearKernels& kernels, const Product& p, int64_t begin, int6
       {weight_rows(p.w, begin, n), p.x_f32, p.x_stride, p.rows, out, out_stride, scale});
 }
 
+void run_bf16_dot(const Product& p, const PackedInputs& packed, const Piece& piece, float* out, int64_t out_stride,
+                  float scale) {
+  Bf16DotArgs a = packed.dot(p);
+  a.w = weight_rows(p.w, piece.out_begin, piece.out_n);
+  a.out = out;
+  a.out_stride = out_stride;
+  a.out_scale = scale;
+  bf16_dot_kernels().dot[static_cast<size_t>(p.w.format)](a);
+}
+
 }  // namespace
 
 const LinearKernels& linear_kernels(Isa isa) {
@@ -292,20 +384,20 @@ const LinearKernels& linear_kernels(Isa isa) {
   return isa == Isa::kAvx2 ? linear_kernels_avx2() : linear_kernels_scalar();
 }
 
-// Weights of a tile stay in the second-level cache while all input rows pass: 2 MiB on every CPU with AMX, half of that
-// or less elsewhere.
-int64_t gemm_tile_rows(GemmType type, int64_t k, bool amx) {
-  const int64_t bytes = int64_t{amx ? 1536 : 768} << 10;
+// Weights of a tile stay in the second-level cache while all input rows pass.
+int64_t gemm_tile_rows(GemmType type, int64_t k) {
+  const int64_t bytes = int64_t{768} << 10;
   return std::clamp<int64_t>(bytes / (std::max<int64_t>(1, k) * element_bytes(type)) / 32 * 32, 32, 128);
 }
 
-int64_t linear_tile_bytes(int64_t n_threads, int64_t max_k, bool amx) {
+int64_t linear_tile_bytes(int64_t n_threads, int64_t max_k) {
   int64_t tile = kDotManyRows * 2 * round_up(max_k, kXPad) * 4;
   for (const GemmType type : {GemmType::kF32, GemmType::kBf16}) {
-    tile = std::max(tile, gemm_tile_rows(type, max_k, amx) * tile_stride(max_k) * element_bytes(type));
+    tile = std::max(tile, gemm_tile_rows(type, max_k) * tile_stride(max_k) * element_bytes(type));
   }
   tile = std::max(tile, int64_t{128} * tile_stride(3072) * 4);
-  const int64_t values = kGatedChunkRows * 2 * 128 * 4;
+  tile = std::max(tile, amx_scratch_bytes(kTileChunkRows));
+  const int64_t values = kGatedChunkRows * 2 * 512 * 4;
   const int64_t pad = int64_t{4} << 20;  // oneDNN's own need: under 3 MB at M3's shapes
   return n_threads * (tile + values + pad + 3 * 4096);
 }
@@ -329,51 +421,71 @@ Status run_products(const LinearContext& context, std::span<const Product> produ
   std::vector<Cut> cuts;
   Gemms gemms(context.gemms);
   PackedInputs packed;
-  int64_t first = 0, tile = 0;
+  int64_t first = 0, tile = 0, bytes = 0;
+  for (const Product& p : products) bytes += p.w.rows * row_bytes_of(p.w);
   for (const Product& p : products) {
-    const Cut c = cut_product(p, context.amx, first);
+    const Cut c = cut_product(p, tile_piece_bytes(bytes, context.team->size()), first);
     first += c.tiles * c.chunks;
     tile = std::max(tile, tile_bytes(p, c, stored_as_gemm(p.w, p.type), 1));
-    if (on_tiles(p, context.amx))
-      packed.need(p);
-    else if (p.path == LinearPath::kGemm && c.tiles > 0)
+    if (p.path == LinearPath::kGemm && c.tiles > 0) {
       FIRN_TRY(need_gemms(gemms, p, c, stored_as_gemm(p.w, p.type), 1, c.chunk, p.out_stride));
+    }
+    packed.need(p);
     cuts.push_back(c);
   }
   const Cuts pieces(std::move(cuts));
   const ThreadScratch scratch(context, packed.bytes(), tile, 0, gemms.scratchpad_bytes());
   if (!scratch.ok()) return refused();
   packed.pack(context.team, scratch.shared());
-  context.team->parallel_for(pieces.size(), 1, [&](int64_t begin, int64_t, int thread) {
-    const Piece piece = pieces.piece(begin);
+  for_pieces(context.team, pieces.size(), [&](int64_t i, int64_t then, int thread) {
+    const Piece piece = pieces.piece(i);
     const Product& p = products[piece.product];
     float* const out = p.out + piece.out_begin;
-    if (p.path == LinearPath::kDot) {
-      run_dot(kernels, p, piece.out_begin, piece.out_n, out, p.out_stride, out_scale(p.w));
-    } else if (p.path == LinearPath::kDotMany) {
-      const int64_t stride = round_up(p.w.cols, kXPad);
-      dequantise(kernels, p.w, piece.out_begin, piece.out_n, GemmType::kF32, scratch.tile(thread), stride);
-      const WeightRows w = {
-          reinterpret_cast<const uint8_t*>(scratch.tile(thread)), nullptr, stride * 4, 0, piece.out_n, stride, nullptr};
-      kernels.dot_many({w, p.x_f32 + piece.row_begin * p.x_stride, p.x_stride, piece.row_n,
-                        out + piece.row_begin * p.out_stride, p.out_stride, out_scale(p.w)});
-    } else {
-      const bool stored = stored_as_gemm(p.w, p.type);
-      const void* const b = gemm_weights(kernels, p, stored, piece.out_begin, piece.out_n, scratch.tile(thread));
-      if (on_tiles(p, context.amx)) {
-        run_tiles(p, packed, b, stored, piece.out_n, piece.row_begin, piece.row_n, out + piece.row_begin * p.out_stride,
-                  p.out_stride);
-      } else {
-        for (const RowPiece& rows : row_pieces(piece.row_n)) {
-          const GemmShape shape = gemm_shape(p, rows.rows, piece.out_n, stored, p.out_stride);
-          const int64_t row = piece.row_begin + rows.begin;
-          gemms.at(shape).run(x_at(p, row), b, out + row * p.out_stride, scratch.pad(thread));
+    switch (p.path) {
+      case LinearPath::kDot:
+        run_dot(kernels, p, piece.out_begin, piece.out_n, out, p.out_stride, out_scale(p.w));
+        return;
+      case LinearPath::kBf16Dot:
+        run_bf16_dot(p, packed, piece, out, p.out_stride, out_scale(p.w));
+        return;
+      case LinearPath::kTiles: {
+        AmxGemmArgs a = tile_args(p, packed, piece, scratch.tile(thread));
+        a.w[0] = tile_weights(p.w, piece, out_scale(p.w), out + piece.row_begin * p.out_stride);
+        a.out_stride = p.out_stride;
+        if (then < pieces.size()) {
+          const Piece next = pieces.piece(then);
+          ask_for(a, 0, products[next.product].w, next);
         }
+        amx_kernels().gemm(a);
+        return;
       }
-      const float factor = out_scale(p.w);
-      for (int64_t r = 0; factor != 1.0f && r < piece.row_n; ++r) {
-        kernels.scale(out + (piece.row_begin + r) * p.out_stride, piece.out_n, factor);
+      case LinearPath::kDotMany: {
+        const int64_t stride = round_up(p.w.cols, kXPad);
+        dequantise(kernels, p.w, piece.out_begin, piece.out_n, GemmType::kF32, scratch.tile(thread), stride);
+        const WeightRows w = {reinterpret_cast<const uint8_t*>(scratch.tile(thread)),
+                              nullptr,
+                              stride * 4,
+                              0,
+                              piece.out_n,
+                              stride,
+                              nullptr};
+        kernels.dot_many({w, p.x_f32 + piece.row_begin * p.x_stride, p.x_stride, piece.row_n,
+                          out + piece.row_begin * p.out_stride, p.out_stride, out_scale(p.w)});
+        return;
       }
+      case LinearPath::kGemm:
+        break;
+    }
+    const bool stored = stored_as_gemm(p.w, p.type);
+    const void* const b = gemm_weights(kernels, p, stored, piece.out_begin, piece.out_n, scratch.tile(thread));
+    for (const RowPiece& rows : row_pieces(piece.row_n)) {
+      const GemmShape shape = gemm_shape(p, rows.rows, piece.out_n, stored, p.out_stride);
+      const int64_t row = piece.row_begin + rows.begin;
+      gemms.at(shape).run(x_at(p, row), b, out + row * p.out_stride, scratch.pad(thread));
+    }
+    const float factor = out_scale(p.w);
+    for (int64_t r = 0; factor != 1.0f && r < piece.row_n; ++r) {
+      kernels.scale(out + (piece.row_begin + r) * p.out_stride, piece.out_n, factor);
     }
   });
   return {};
@@ -384,21 +496,26 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
   std::vector<Cut> cuts;
   Gemms gemms(context.gemms);
   PackedInputs packed;
-  int64_t first = 0, tile = 0, values = 0;
+  int64_t first = 0, tile = 0, values = 0, bytes = 0;
+  for (const GatedProduct& g : products) bytes += g.up.rows * (row_bytes_of(g.gate.w) + row_bytes_of(g.up));
   for (const GatedProduct& g : products) {
     const Product& p = g.gate;
-    Cut c = cut_product(p, context.amx, first);
+    Cut c = cut_product(p, tile_piece_bytes(bytes, context.team->size()), first);
     if (c.tiles > 0) {
       // Gate and up share what one weight had.
-      c.tile = p.path == LinearPath::kDot ? dot_piece_rows(p.w, 128) : c.tile / 2;
+      const bool dot = p.path == LinearPath::kDot || p.path == LinearPath::kBf16Dot;
+      c.tile = dot ? dot_piece_rows(p.w, 128) : std::max<int64_t>(kAmxRows, c.tile / 2);
       c.tiles = (p.w.rows + c.tile - 1) / c.tile;
-      const int64_t chunk = p.path == LinearPath::kDot ? p.rows : kGatedChunkRows + kMinGemmRows;
+      const int64_t chunk = dot ? p.rows : p.path == LinearPath::kTiles ? c.chunk : kGatedChunkRows + kMinGemmRows;
       values = std::max(values, std::min(p.rows, chunk) * 2 * c.tile);
       tile = std::max(tile, tile_bytes(p, c, stored_pair(g), 2));
-      if (on_tiles(p, context.amx))
-        packed.need(p);
-      else if (p.path == LinearPath::kGemm)
+      if (p.path == LinearPath::kGemm) {
         FIRN_TRY(need_gemms(gemms, p, c, stored_pair(g), 2, kGatedChunkRows, 2 * c.tile));
+      }
+      packed.need(p);
+      Product up = p;
+      up.w = g.up;
+      packed.need(up);
     }
     first += c.tiles * c.chunks;
     cuts.push_back(c);
@@ -407,8 +524,8 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
   const ThreadScratch scratch(context, packed.bytes(), tile, values, gemms.scratchpad_bytes());
   if (!scratch.ok()) return refused();
   packed.pack(context.team, scratch.shared());
-  context.team->parallel_for(pieces.size(), 1, [&](int64_t begin, int64_t, int thread) {
-    const Piece piece = pieces.piece(begin);
+  for_pieces(context.team, pieces.size(), [&](int64_t i, int64_t then, int thread) {
+    const Piece piece = pieces.piece(i);
     const GatedProduct& g = products[piece.product];
     const Product& p = g.gate;
     Product up = p;
@@ -426,24 +543,51 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
                           g.act_bf16 == nullptr ? nullptr : g.act_bf16 + at, g.round_to_bf16});
       }
     };
-    if (p.path == LinearPath::kDot) {
-      run_dot(kernels, p, piece.out_begin, n, gates, ld, 1.0f);
-      run_dot(kernels, up, piece.out_begin, n, ups, ld, 1.0f);
-      activate(0, p.rows);
-      return;
-    }
-    if (p.path == LinearPath::kDotMany) {
-      const int64_t stride = round_up(p.w.cols, kXPad);
-      std::byte* const w_tile = scratch.tile(thread);
-      dequantise(kernels, p.w, piece.out_begin, n, GemmType::kF32, w_tile, stride);
-      dequantise(kernels, g.up, piece.out_begin, n, GemmType::kF32, w_tile + n * stride * 4, stride);
-      const WeightRows w = {reinterpret_cast<const uint8_t*>(w_tile), nullptr, stride * 4, 0, 2 * n, stride, nullptr};
-      for (int64_t r = 0; r < piece.row_n; r += kGatedChunkRows) {
-        const int64_t rows = std::min(kGatedChunkRows, piece.row_n - r), row = piece.row_begin + r;
-        kernels.dot_many({w, p.x_f32 + row * p.x_stride, p.x_stride, rows, gates, ld, 1.0f});
-        activate(row, rows);
+    switch (p.path) {
+      case LinearPath::kDot:
+        run_dot(kernels, p, piece.out_begin, n, gates, ld, 1.0f);
+        run_dot(kernels, up, piece.out_begin, n, ups, ld, 1.0f);
+        return activate(0, p.rows);
+      case LinearPath::kBf16Dot:
+        run_bf16_dot(p, packed, piece, gates, ld, 1.0f);
+        run_bf16_dot(up, packed, piece, ups, ld, 1.0f);
+        return activate(0, p.rows);
+      case LinearPath::kTiles: {
+        AmxGemmArgs a = tile_args(p, packed, piece, scratch.tile(thread));
+        a.out_stride = ld;
+        a.w[0] = tile_weights(p.w, piece, 1.0f, gates);
+        a.w[1] = tile_weights(g.up, piece, 1.0f, ups);
+        if (then < pieces.size()) {
+          const Piece next = pieces.piece(then);
+          ask_for(a, 0, products[next.product].gate.w, next);
+          ask_for(a, 1, products[next.product].up, next);
+        }
+        if (p.w.format == g.up.format) {
+          a.n_w = 2;
+          amx_kernels().gemm(a);
+        } else {
+          amx_kernels().gemm(a);
+          a.x = packed.tiles(up, piece.row_begin);
+          a.w[0] = a.w[1];
+          amx_kernels().gemm(a);
+        }
+        return activate(piece.row_begin, piece.row_n);
       }
-      return;
+      case LinearPath::kDotMany: {
+        const int64_t stride = round_up(p.w.cols, kXPad);
+        std::byte* const w_tile = scratch.tile(thread);
+        dequantise(kernels, p.w, piece.out_begin, n, GemmType::kF32, w_tile, stride);
+        dequantise(kernels, g.up, piece.out_begin, n, GemmType::kF32, w_tile + n * stride * 4, stride);
+        const WeightRows w = {reinterpret_cast<const uint8_t*>(w_tile), nullptr, stride * 4, 0, 2 * n, stride, nullptr};
+        for (int64_t r = 0; r < piece.row_n; r += kGatedChunkRows) {
+          const int64_t rows = std::min(kGatedChunkRows, piece.row_n - r), row = piece.row_begin + r;
+          kernels.dot_many({w, p.x_f32 + row * p.x_stride, p.x_stride, rows, gates, ld, 1.0f});
+          activate(row, rows);
+        }
+        return;
+      }
+      case LinearPath::kGemm:
+        break;
     }
     std::byte* const w_tile = scratch.tile(thread);
     const void* const b = gemm_weights(kernels, p, stored, piece.out_begin, n, w_tile);
@@ -452,14 +596,6 @@ Status run_gated(const LinearContext& context, std::span<const GatedProduct> pro
     for (int64_t r = 0; r < piece.row_n;) {
       const int64_t left = piece.row_n - r;
       const int64_t rows = left < kGatedChunkRows + kMinGemmRows ? left : kGatedChunkRows;
-      if (on_tiles(p, context.amx)) {
-        const int64_t row = piece.row_begin + r;
-        run_tiles(p, packed, b, stored, stored ? n : 2 * n, row, rows, gates, ld);
-        if (stored) run_tiles(p, packed, b_up, stored, n, row, rows, ups, ld);
-        activate(row, rows);
-        r += rows;
-        continue;
-      }
       for (const RowPiece& cut : row_pieces(rows)) {
         const void* const a = x_at(p, piece.row_begin + r + cut.begin);
         const GemmKernel& kernel = gemms.at(gemm_shape(p, cut.rows, stored ? n : 2 * n, stored, ld));

@@ -17,12 +17,15 @@
 namespace firn::cpu {
 
 enum class LinearPath : uint8_t {
-  kDot,      // stored weights, up to kFewRows rows
+  kDot,      // stored weights, up to kFewRows f32 rows
   kDotMany,  // f32 tiles of weights, any rows, the same bits as kDot
+  kBf16Dot,  // stored weights, up to kFewRows bf16 rows (bf16_dot.h)
+  kTiles,    // stored weights, any bf16 rows, matrix tiles (amx_gemm.h)
   kGemm,     // tiles of weights, oneDNN
 };
 
-// One product. Inputs are either f32 rows padded with zeros to kXPad (kDot, kDotMany, kGemm in f32) or bf16 rows.
+// One product. Inputs are either f32 rows padded with zeros to kXPad (kDot, kDotMany, kGemm in f32) or bf16 rows (the
+// others).
 struct Product {
   WeightView w;
   LinearPath path = LinearPath::kDot;
@@ -50,14 +53,13 @@ struct LinearContext {
   ThreadTeam* team = nullptr;
   const LinearKernels* kernels = nullptr;
   GemmCache* gemms = nullptr;
-  bool amx = false;
   // Scratch of that many bytes, 64-byte aligned; nullptr when refused.
   std::function<std::byte*(int64_t)> scratch;
 };
 
 const LinearKernels& linear_kernels(Isa isa);  // the best table of a level on this CPU
-int64_t gemm_tile_rows(GemmType type, int64_t k, bool amx);
-int64_t linear_tile_bytes(int64_t n_threads, int64_t max_k, bool amx);  // an upper bound, for plans
+int64_t gemm_tile_rows(GemmType type, int64_t k);
+int64_t linear_tile_bytes(int64_t n_threads, int64_t max_k);  // an upper bound, for plans
 void widen_rows(const LinearContext& context, const ConstMatrixView& x, float* out, int64_t out_stride);
 
 // Both return ok, or why oneDNN or the budget (kNoMemory with an empty message: the budget has said why) refused.
