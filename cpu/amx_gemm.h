@@ -1,10 +1,10 @@
 // Products on matrix tiles (AMX-BF16) straight from stored weights: out[m, n] = x[m, k] * w[n, k]^T, fp32 sums.
 //
-// Weights are the left factor: 32 rows of them, 256 inputs at a time, are turned into bf16 in the first-level cache
-// (exactly: a power of two or an E4M3 scale leaves at most eight significant bits) and meet every input row there. The
-// next such block is made, and the weights after those are asked for from memory, between the tile instructions of the
-// present one, so that a product costs the largest of memory, conversion and multiplication instead of their sum.
-// Inputs are packed once a product (pack_x) and shared by all pieces of weights and all threads.
+// Weights are the left factor: blocks of 16 or 32 rows and a few hundred inputs are turned into bf16 in the first-level
+// cache (exactly: a power of two or an E4M3 scale leaves at most eight significant bits) and meet every input row
+// there. The next such block is made, and the weights after those are asked for from memory, between the tile
+// instructions of the present one, so that a product costs the largest of memory, conversion and multiplication instead
+// of their sum. Inputs are packed once a product (pack_x) and shared by all pieces of weights and all threads.
 //
 // An output is one chain: AMX sums over k ascending, in steps of 32, then one multiplication by `factor`. It does not
 // depend on m, n or the other rows. REQUIRES: k a multiple of 32, n a multiple of 16, a CPU and kernel with AMX-BF16,
@@ -27,7 +27,7 @@ inline int64_t amx_packed_bytes(int64_t m, int64_t k) {
   return columns == 0 ? 0 : (m + columns - 1) / columns * columns * k * 2;
 }
 // Of gemm(), for calls of at most m rows; 64-byte aligned.
-inline int64_t amx_scratch_bytes(int64_t m) { return 2 * 32 * 512 + (m + kAmxRows - 1) / kAmxRows * 2048 + 4096; }
+inline int64_t amx_scratch_bytes(int64_t m) { return 2 * 16 * 2112 + (m + kAmxRows - 1) / kAmxRows * 2048 + 4096; }
 
 // Weight rows of one matrix; `format` is its number in the order of kUnit, not f32.
 struct AmxWeights {

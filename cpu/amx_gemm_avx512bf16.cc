@@ -21,9 +21,17 @@ namespace {
 
 constexpr int64_t kTile = 16;
 constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kBlockDims = 256;  // inputs of a converted block
-constexpr int64_t kBlockRowBytes = kBlockDims * 2;
-constexpr int64_t kBlockBytes = 2 * kTile * kBlockRowBytes;
+
+// A converted block: kGroup weight tiles by kDims inputs. Two tiles share every load of inputs, and their block stays
+// in the first-level cache while all input rows pass. One tile is for up to 16 input rows, when memory decides: half a
+// KiB or one in a row is what the hardware's prefetcher needs to run ahead (with 256 bytes it reached two thirds of
+// it).
+template <class Units, int kGroup>
+struct Block {
+  static constexpr int64_t kDims = kGroup == 2 ? 256 : 512;
+  static constexpr int64_t kRowBytes = kDims * 2 + (kGroup == 2 ? 0 : 64);  // rows 2 KiB apart would share cache sets
+  static constexpr int64_t kBytes = kGroup * kTile * kRowBytes;
+};
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
@@ -94,10 +102,11 @@ struct Rows {
   char* block;
 };
 
-template <class Units>
-FIRN_INLINE void convert_row(Rows& r, int64_t row_bytes, int64_t scale_row_bytes) {
+// kUnits units from unit `first` of the row on.
+template <class Units, int kUnits>
+FIRN_INLINE void convert_units(const Rows& r, int64_t first) {
 #pragma GCC unroll 4
-  for (int64_t u = 0; u < kBlockDims / kUnitDims; ++u) {
+  for (int64_t u = first; u < first + kUnits; ++u) {
     __m512i a, b;
     Units::convert(r.data + u * Units::kBytes, r.scales + u * Units::kScales, a, b);
     _mm512_store_si512(r.block + u * 128, a);
@@ -105,70 +114,80 @@ FIRN_INLINE void convert_row(Rows& r, int64_t row_bytes, int64_t scale_row_bytes
     if (Units::kBytes >= 64 || u % 2 == 0) prefetch(r.ahead + u * Units::kBytes);
     if (Units::kBytes > 64) prefetch(r.ahead + u * Units::kBytes + 64);
   }
+}
+
+template <class B>
+FIRN_INLINE void next_row(Rows& r, int64_t row_bytes, int64_t scale_row_bytes) {
   r.data += row_bytes;
   r.scales += scale_row_bytes;
   r.ahead += row_bytes;
-  r.block += kBlockRowBytes;
+  r.block += B::kRowBytes;
 }
 
-// The same for the last inputs of a row, fewer than kBlockDims.
-template <class Units>
+// n rows of the last inputs, fewer than a block's.
+template <class Units, class B>
 void convert_short_rows(Rows r, int64_t n, int64_t dims, int64_t row_bytes, int64_t scale_row_bytes) {
   for (; n > 0; --n) {
     int64_t u = 0;
-    for (; u < dims / kUnitDims; ++u) {
-      __m512i a, b;
-      Units::convert(r.data + u * Units::kBytes, r.scales + u * Units::kScales, a, b);
-      _mm512_store_si512(r.block + u * 128, a);
-      _mm512_store_si512(r.block + u * 128 + 64, b);
-    }
+    for (; u < dims / kUnitDims; ++u) convert_units<Units, 1>(r, u);
     if (dims % kUnitDims != 0) {
       __m512i a;
       Units::convert_half(r.data + u * Units::kBytes, r.scales + u * Units::kScales, a);
       _mm512_store_si512(r.block + u * 128, a);
     }
-    r.data += row_bytes;
-    r.scales += scale_row_bytes;
-    r.block += kBlockRowBytes;
+    next_row<B>(r, row_bytes, scale_row_bytes);
   }
 }
 
-// What passes over a block work on in between: rows of the next block. kRows of them a step.
+// What passes over a block work on in between: rows of the next block.
 struct NextRows {
-  Rows first, second;  // of the first and of the second four steps
+  Rows first, second;  // of a group of two: of the first and of the second half of the steps
   int64_t row_bytes, scale_row_bytes;
 };
 
-// kW weight tiles times kX input tiles over one block.
-template <int kW, int kX, int kRows, class Units>
+// kW weight tiles times kX input tiles over one block. In between each step converts kRows rows of the next block,
+// which is a group of two, or (kHalves) eight units of one.
+constexpr int kHalves = -1;
+template <int kW, int kX, int kRows, class Units, class B>
 FIRN_AMX FIRN_INLINE void multiply(const char* w, const char* x, int64_t x_step, int64_t columns, int64_t steps,
                                    const NextRows& next) {
   const int64_t x_bytes = columns * 4, x_tile_bytes = columns * 64;
   const auto step = [&]() __attribute__((always_inline, target("amx-tile,amx-bf16"))) {
     _tile_loadd(6, x, x_bytes);
-    _tile_loadd(4, w, kBlockRowBytes);
+    _tile_loadd(4, w, B::kRowBytes);
     _tile_dpbf16ps(0, 4, 6);
     if (kX > 1) {
       _tile_loadd(7, x + x_step, x_bytes);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (kW > 1) {
-      _tile_loadd(5, w + kTile * kBlockRowBytes, kBlockRowBytes);
+      _tile_loadd(5, w + kTile * B::kRowBytes, B::kRowBytes);
       _tile_dpbf16ps(2, 5, 6);
       if (kX > 1) _tile_dpbf16ps(3, 5, 7);
     }
     x += x_tile_bytes;
     w += 64;
   };
+  Rows rows = next.first;
   if constexpr (kRows == 0) {
     for (int64_t d = 0; d < steps; ++d) step();
+  } else if constexpr (kRows == kHalves) {
+    for (int64_t row = 0; row < kTile; ++row) {
+      for (int64_t part = 0; part < B::kDims / (8 * kUnitDims); ++part) {
+        step();
+        convert_units<Units, 8>(rows, part * 8);
+      }
+      next_row<B>(rows, next.row_bytes, next.scale_row_bytes);
+    }
   } else {
-    Rows rows = next.first;
     for (int half = 0; half < 2; ++half) {
-      for (int64_t d = 0; d < kBlockDims / kAmxDims / 2; ++d) {
+      for (int64_t d = 0; d < B::kDims / kAmxDims / 2; ++d) {
         step();
 #pragma GCC unroll 4
-        for (int i = 0; i < kRows; ++i) convert_row<Units>(rows, next.row_bytes, next.scale_row_bytes);
+        for (int i = 0; i < kRows; ++i) {
+          convert_units<Units, B::kDims / kUnitDims>(rows, 0);
+          next_row<B>(rows, next.row_bytes, next.scale_row_bytes);
+        }
       }
       rows = next.second;
     }
@@ -208,7 +227,7 @@ inline void put(const float* c, int64_t columns, int64_t rows, float factor, flo
   for (int64_t i = 0; i < rows; ++i) _mm512_storeu_ps(out + i * out_stride, r[i]);
 }
 
-template <int kW, int kX, int kRows, class Units>
+template <int kW, int kX, int kRows, class Units, class B>
 FIRN_AMX void pass(const AmxGemmArgs& a, const char* w, const char* x, int64_t steps, bool first, bool last, float* c,
                    const NextRows& next) {
   const int64_t columns = a.columns, x_step = a.k / kAmxDims * columns * 64;
@@ -218,26 +237,27 @@ FIRN_AMX void pass(const AmxGemmArgs& a, const char* w, const char* x, int64_t s
   } else if (!keep) {
     load_sums<kW, kX>(c, columns);
   }
-  multiply<kW, kX, kRows, Units>(w, x, x_step, columns, steps, next);
+  multiply<kW, kX, kRows, Units, B>(w, x, x_step, columns, steps, next);
   if (last || !keep) store_sums<kW, kX>(c, columns);
 }
 
-template <int kW, int kX, class Units, class... Args>
+template <int kW, int kX, class Units, class B, class... Args>
 FIRN_INLINE void pass_with_rows(int rows, Args&&... args) {
-  switch (rows) {
-    case 0:
-      return pass<kW, kX, 0, Units>(args...);
-    case 1:
-      return pass<kW, kX, 1, Units>(args...);
-    case 2:
-      return pass<kW, kX, 2, Units>(args...);
-    default:
-      return pass<kW, kX, 4, Units>(args...);
+  if (rows == 0) return pass<kW, kX, 0, Units, B>(args...);
+  if constexpr (B::kBytes == B::kRowBytes * kTile) {
+    pass<kW, kX, kHalves, Units, B>(args...);
+  } else {
+    switch (rows) {
+      case 1:
+        return pass<kW, kX, 1, Units, B>(args...);
+      case 2:
+        return pass<kW, kX, 2, Units, B>(args...);
+      default:
+        return pass<kW, kX, 4, Units, B>(args...);
+    }
   }
 }
 
-// Groups of kGroup weight tiles: one for up to 16 input rows, when memory decides and fewer streams are better; two
-// share every load of inputs.
 template <class Units, int kGroup>
 class Run {
  public:
@@ -246,10 +266,10 @@ class Run {
         shape_(args.w[0].rows),
         tiles_(shape_.n / kTile * a_.n_w),
         groups_((tiles_ + kGroup - 1) / kGroup),
-        dim_blocks_((a_.k + kBlockDims - 1) / kBlockDims),
+        dim_blocks_((a_.k + B::kDims - 1) / B::kDims),
         x_tiles_((a_.m + a_.columns - 1) / a_.columns),
         blocks_(static_cast<char*>(a_.scratch)),
-        sums_(reinterpret_cast<float*>(blocks_ + 2 * kBlockBytes)) {}
+        sums_(reinterpret_cast<float*>(blocks_ + 2 * B::kBytes)) {}
 
   void all() {
     convert(0);
@@ -257,10 +277,12 @@ class Run {
   }
 
  private:
+  using B = Block<Units, kGroup>;
+
   // With two matrices their tiles alternate, so that a group of two is the same rows of both.
   int64_t matrix_of(int64_t t) const { return a_.n_w == 2 ? t & 1 : 0; }
   int64_t row_of(int64_t t) const { return (a_.n_w == 2 ? t >> 1 : t) * kTile; }
-  int64_t dims_of(int64_t i) const { return least(kBlockDims, a_.k - i % dim_blocks_ * kBlockDims); }
+  int64_t dims_of(int64_t i) const { return least(B::kDims, a_.k - i % dim_blocks_ * B::kDims); }
   int64_t tiles_of(int64_t i) const { return least(kGroup, tiles_ - i / dim_blocks_ * kGroup); }
 
   const uint8_t* data_of(int64_t t) const {
@@ -278,14 +300,14 @@ class Run {
   // after another, 100 to 400 KB ahead, measured worse: they do not last in the second-level cache until their use).
   Rows rows_of(int64_t i, int64_t j) const {
     const int64_t t = i / dim_blocks_ * kGroup + j, b = i % dim_blocks_;
-    constexpr int64_t kBytes = kBlockDims / kUnitDims * Units::kBytes;
-    constexpr int64_t kScales = kBlockDims / kUnitDims * Units::kScales;
+    constexpr int64_t kBytes = B::kDims / kUnitDims * Units::kBytes;
+    constexpr int64_t kScales = B::kDims / kUnitDims * Units::kScales;
     Rows r = {data_of(t) + b * kBytes, scales_of(t) + b * kScales, nullptr,
-              blocks_ + (i & 1) * kBlockBytes + j * kTile * kBlockRowBytes};
+              blocks_ + (i & 1) * B::kBytes + j * kTile * B::kRowBytes};
     const int64_t then = t + kGroup;
     r.ahead = b + 1 < dim_blocks_ ? r.data + kBytes : data_of(then);
     if (r.ahead == nullptr) r.ahead = r.data;  // nothing to ask for
-    if (Units::kScales > 0 && b % 4 == 0 && scales_of(then) != nullptr) {
+    if (Units::kScales > 0 && b * kScales % 64 == 0 && scales_of(then) != nullptr) {
       // A line of scales serves several blocks.
       const uint8_t* const scales = scales_of(then) + b * kScales;
       for (int64_t o = 0; o < kTile; ++o) prefetch(scales + o * shape_.scale_row_bytes);
@@ -296,10 +318,13 @@ class Run {
   void convert(int64_t i) const {
     for (int64_t j = 0; j < tiles_of(i); ++j) {
       Rows r = rows_of(i, j);
-      if (dims_of(i) == kBlockDims) {
-        for (int64_t o = 0; o < kTile; ++o) convert_row<Units>(r, shape_.row_bytes, shape_.scale_row_bytes);
+      if (dims_of(i) == B::kDims) {
+        for (int64_t o = 0; o < kTile; ++o) {
+          convert_units<Units, B::kDims / kUnitDims>(r, 0);
+          next_row<B>(r, shape_.row_bytes, shape_.scale_row_bytes);
+        }
       } else {
-        convert_short_rows<Units>(r, kTile, dims_of(i), shape_.row_bytes, shape_.scale_row_bytes);
+        convert_short_rows<Units, B>(r, kTile, dims_of(i), shape_.row_bytes, shape_.scale_row_bytes);
       }
     }
   }
@@ -308,23 +333,23 @@ class Run {
     r.data += rows * shape_.row_bytes;
     r.scales += rows * shape_.scale_row_bytes;
     r.ahead += rows * shape_.row_bytes;
-    r.block += rows * kBlockRowBytes;
+    r.block += rows * B::kRowBytes;
     return r;
   }
 
   FIRN_AMX void block(int64_t i) const {
-    const int64_t group = i / dim_blocks_, k0 = i % dim_blocks_ * kBlockDims, dims = dims_of(i);
+    const int64_t group = i / dim_blocks_, k0 = i % dim_blocks_ * B::kDims, dims = dims_of(i);
     const int64_t n_tiles = tiles_of(i), passes = (x_tiles_ + 1) / 2;
-    const bool first = k0 == 0, last = k0 + kBlockDims >= a_.k, more = i + 1 < groups_ * dim_blocks_;
-    // Full blocks of full groups are converted in between, 32 or 16 rows in eight steps of each pass.
-    const bool between = more && dims == kBlockDims && dims_of(i + 1) == kBlockDims && tiles_of(i + 1) == kGroup;
+    const bool first = k0 == 0, last = k0 + B::kDims >= a_.k, more = i + 1 < groups_ * dim_blocks_;
+    // Full blocks of full groups are converted in between: one tile in one pass, two in the eight steps of up to four.
+    const bool between = more && dims == B::kDims && dims_of(i + 1) == B::kDims && tiles_of(i + 1) == kGroup;
     int rows_a_step = 0;
     Rows tiles[2] = {};
     if (between) {
-      rows_a_step = kGroup == 1 ? (passes == 1 ? 2 : 1) : passes == 1 ? 4 : passes < 4 ? 2 : 1;
+      rows_a_step = passes == 1 ? 4 : passes < 4 ? 2 : 1;
       for (int j = 0; j < kGroup; ++j) tiles[j] = rows_of(i + 1, j);
     }
-    const char* const w = blocks_ + (i & 1) * kBlockBytes;
+    const char* const w = blocks_ + (i & 1) * B::kBytes;
     for (int64_t p = 0; p < passes; ++p) {
       const int64_t t = 2 * p;
       const char* const x = static_cast<const char*>(a_.x) + (t * a_.k + k0) * a_.columns * 2;
@@ -332,22 +357,25 @@ class Run {
       NextRows next = {{}, {}, shape_.row_bytes, shape_.scale_row_bytes};
       int rows = rows_a_step;
       const int64_t begin = p * 8 * rows, half = 4 * rows;  // rows of the next block this pass begins with
-      if (begin >= kGroup * kTile) rows = 0;
-      if (rows > 0) {
+      if (kGroup == 1) {
+        next.first = tiles[0];
+      } else if (begin >= kGroup * kTile) {
+        rows = 0;
+      } else if (rows > 0) {
         next.first = skip(tiles[begin / kTile], begin % kTile);
         next.second = skip(tiles[(begin + half) / kTile], (begin + half) % kTile);
       }
       const int64_t steps = dims / kAmxDims;
       if (kGroup == 2 && n_tiles == 2) {
         if (t + 1 < x_tiles_) {
-          pass_with_rows<2, 2, Units>(rows, a_, w, x, steps, first, last, c, next);
+          pass_with_rows<2, 2, Units, B>(rows, a_, w, x, steps, first, last, c, next);
         } else {
-          pass_with_rows<2, 1, Units>(rows, a_, w, x, steps, first, last, c, next);
+          pass_with_rows<2, 1, Units, B>(rows, a_, w, x, steps, first, last, c, next);
         }
       } else if (t + 1 < x_tiles_) {
-        pass_with_rows<1, 2, Units>(rows, a_, w, x, steps, first, last, c, next);
+        pass_with_rows<1, 2, Units, B>(rows, a_, w, x, steps, first, last, c, next);
       } else {
-        pass_with_rows<1, 1, Units>(rows, a_, w, x, steps, first, last, c, next);
+        pass_with_rows<1, 1, Units, B>(rows, a_, w, x, steps, first, last, c, next);
       }
       if (!last) continue;
       for (int64_t u = t; u < least(t + 2, x_tiles_); ++u) {
