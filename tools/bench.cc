@@ -130,6 +130,20 @@ Result<double> BenchContext::gemm_limit() {
   return *gemm_limit_;
 }
 
+Status BenchContext::set_lower_limit(BenchRow& row) {
+  FIRN_ASSIGN(row.limit, memory_limit());
+  row.limit_is_bytes = true;
+  row.limit_source = "mem read";
+  const double intensity = static_cast<double>(row.flops) / static_cast<double>(std::max<int64_t>(1, row.bytes));
+  if (intensity < 4) return {};  // no CPU multiplies that slowly: the products need not be measured
+  FIRN_ASSIGN(const double gemm, gemm_limit());
+  if (gemm >= intensity * row.limit) return {};
+  row.limit = gemm;
+  row.limit_is_bytes = false;
+  row.limit_source = "gemm best";
+  return {};
+}
+
 int64_t BenchContext::working_set_bytes() const {
   const int64_t caches = topology_.l3_bytes * std::max(1, topology_.l3_caches);
   const int64_t wanted = std::max<int64_t>(int64_t{1} << 30, 4 * caches + (int64_t{64} << 20));

@@ -75,6 +75,8 @@ class BenchContext {
   // The best read rate of the whole team, GB/s, and the best oneDNN product at M3's shapes, GFLOP/s.
   Result<double> memory_limit();
   Result<double> gemm_limit();
+  // Sets the row's limit to the one that binds at its FLOP a byte: memory (in GB/s) or products (in GFLOP/s).
+  Status set_lower_limit(BenchRow& row);
   // For benches that measure these anyway.
   void set_memory_limit(double gb_s) { memory_limit_ = gb_s; }
   void set_gemm_limit(double gflop_s) { gemm_limit_ = gflop_s; }

@@ -57,9 +57,7 @@ Status bench_layer(BenchContext& context, RotatingWeights& weights, const Layer&
   if (!failure.ok()) return failure;
   row.bench = "linear";
   row.shape = fmt::format("{} {} tokens {}", weight_format_name(format), layer.name, tokens);
-  row.limit_is_bytes = tokens <= cpu::kFewRows;
-  FIRN_ASSIGN(row.limit, row.limit_is_bytes ? context.memory_limit() : context.gemm_limit());
-  row.limit_source = row.limit_is_bytes ? "mem read" : "gemm best";
+  FIRN_TRY(context.set_lower_limit(row));
   context.emit(row);
   return {};
 }
@@ -72,7 +70,6 @@ Status bench_linear(BenchContext& context) {
   std::vector<int64_t> tokens = context.options().tokens;
   if (tokens.empty()) tokens = {1, 4, 32, 512};
   FIRN_TRY(context.memory_limit().status());
-  FIRN_TRY(context.gemm_limit().status());
   for (const std::string& name : formats) {
     FIRN_ASSIGN(const WeightFormat format, parse_weight_format(name));
     FIRN_ASSIGN(RotatingWeights weights, RotatingWeights::create(context, format));

@@ -125,9 +125,7 @@ Status bench_tokens(BenchContext& context, const Experts& experts, WeightFormat 
   // Different runs pick different numbers of experts; their mean.
   row.bytes = experts_used * experts.bytes / static_cast<int64_t>(runs.size());
   row.flops = rows * 6 * kHidden * kIntermediate;
-  row.limit_is_bytes = tokens <= cpu::kFewRows;
-  FIRN_ASSIGN(row.limit, row.limit_is_bytes ? context.memory_limit() : context.gemm_limit());
-  row.limit_source = row.limit_is_bytes ? "mem read" : "gemm best";
+  FIRN_TRY(context.set_lower_limit(row));
   context.emit(row);
   return {};
 }
@@ -140,7 +138,6 @@ Status bench_moe(BenchContext& context) {
   std::vector<int64_t> tokens = context.options().tokens;
   if (tokens.empty()) tokens = {1, 4, 32, 512};
   FIRN_TRY(context.memory_limit().status());
-  if (*std::max_element(tokens.begin(), tokens.end()) > cpu::kFewRows) FIRN_TRY(context.gemm_limit().status());
   for (const std::string& name : formats) {
     FIRN_ASSIGN(const WeightFormat format, parse_weight_format(name));
     FIRN_ASSIGN(const Experts experts, make_experts(context, format));
