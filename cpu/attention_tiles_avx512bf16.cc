@@ -1,0 +1,517 @@
+// The kernels of attention_tiles.h: four stages of a pipeline over pairs of query tiles.
+//
+// Softmax takes about as long in the vector units as both products take in the tile unit, so the two must run side by
+// side. A step issues the products of two pairs (scores of the newest, outputs of the third newest) and, between their
+// instructions, slices of vector work that no product of the step waits for: re-pairing of values, softmax of the
+// second newest pair, folding of the oldest. Slices are small enough for the reorder window to hold one beside the
+// products before it.
+//
+// Keys are the left factor as they lie in memory and queries the right one, packed once, so scores come out as
+// [keys][queries] and maxima and sums over keys are vertical. Weights become the left factor of the second product by a
+// transposition of 16 x 16 words (pairs of keys); values, paired key by key, are its right factor. The other way round
+// (values transposed once a block, weights as they come) costs five times as much a block and pays only where tens of
+// rows share one.
+#include "cpu/attention_tiles.h"
+
+#include "cpu/attention_exp.h"
+
+#define FIRN_AMX __attribute__((target("amx-tile,amx-bf16")))
+#define FIRN_INLINE inline __attribute__((always_inline))
+
+namespace firn::cpu {
+namespace {
+
+constexpr int64_t kTile = 16, kGroupKeys = 32, kTileBytes = 1024, kLine = 64;
+constexpr int64_t kMergeSlices = 4;  // of one tile
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+enum Statistic { kLargest, kEven, kOdd, kM, kKeep, kTake, kStatistics };  // 16 floats each
+
+// One or two query tiles with the same keys, on their way through the stages.
+struct Slot {
+  int64_t n = 0;  // tiles; 0: empty
+  const char *keys = nullptr, *values = nullptr;
+  int64_t n_keys = 0, groups = 0;  // groups of 32 keys, the last one padded
+  const char* q[2] = {};
+  float* triple[2] = {};
+  uint32_t mask[2] = {};
+  // Scratch of the slot.
+  float* s[2] = {};        // [keys][16 queries]
+  char* p[2] = {};         // [groups][hi, lo][16 queries][32 keys]
+  float* o[2] = {};        // [dim / 16][16 queries][16 dims]
+  float* words = nullptr;  // [16][16]: the first half of a transposition
+  float* stats[2] = {};    // [kStatistics][16]
+};
+
+// 16 x 16 words, rows become columns.
+FIRN_INLINE void transpose_words(__m512i r[16]) {
+  __m512i a[16], b[16];
+  FIRN_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  FIRN_UNROLL
+  for (int g = 0; g < 16; g += 4) {
+    b[g] = _mm512_unpacklo_epi64(a[g], a[g + 2]);
+    b[g + 1] = _mm512_unpackhi_epi64(a[g], a[g + 2]);
+    b[g + 2] = _mm512_unpacklo_epi64(a[g + 1], a[g + 3]);
+    b[g + 3] = _mm512_unpackhi_epi64(a[g + 1], a[g + 3]);
+  }
+  // Quarter l of b[4g + j] holds column 4l + j of rows 4g to 4g + 3.
+  FIRN_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xDD);
+    const __m512i even_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
+    const __m512i odd_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xDD);
+    r[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    r[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
+    r[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    r[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
+  }
+}
+
+// [dim tile of 32][pair of dims][query][2]
+void pack_queries(const void* q, int64_t stride, int64_t first, int64_t n, int64_t dim, void* out) {
+  const char* rows = static_cast<const char*>(q);
+  char* to = static_cast<char*>(out);
+  const __mmask16 columns = static_cast<__mmask16>(((1u << n) - 1u) << first);
+  for (int64_t d = 0; d < dim; d += 32, to += kTileBytes) {
+    __m512i r[16];
+    FIRN_UNROLL
+    for (int64_t i = 0; i < kTile; ++i) {
+      r[i] = i >= first && i < first + n ? _mm512_loadu_si512(rows + ((i - first) * stride + d) * 2)
+                                         : _mm512_setzero_si512();
+    }
+    transpose_words(r);
+    FIRN_UNROLL
+    for (int64_t i = 0; i < kTile; ++i) _mm512_mask_storeu_epi32(to + i * kLine, columns, r[i]);
+  }
+}
+
+// Pairs keys 2i and 2i + 1 of one group: [dim / 16][16 pairs][16 dims][2]. Keys from n_keys on are zero, so that a
+// weight of zero never meets what memory held before.
+FIRN_INLINE void pair_values(const char* values, int64_t n_keys, int64_t group, int64_t dim, char* out) {
+  const int64_t row_bytes = dim * 2;
+  const char* from = values + group * kGroupKeys * row_bytes;
+  char* to = out + group * kGroupKeys * row_bytes;
+  const int64_t n = n_keys - group * kGroupKeys;
+  for (int64_t i = 0; i < kTile; ++i) {
+    for (int64_t d = 0; d < dim; d += 32) {
+      const __m512i even = 2 * i < n ? _mm512_loadu_si512(from + 2 * i * row_bytes + d * 2) : _mm512_setzero_si512();
+      const __m512i odd =
+          2 * i + 1 < n ? _mm512_loadu_si512(from + (2 * i + 1) * row_bytes + d * 2) : _mm512_setzero_si512();
+      char* tile = to + d / 16 * kTileBytes + i * kLine;
+      _mm512_store_si512(tile, _mm512_unpacklo_epi16(even, odd));
+      _mm512_store_si512(tile + kTileBytes, _mm512_unpackhi_epi16(even, odd));
+    }
+  }
+}
+
+void order_dims(const float* o, int64_t dim, float* out) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int64_t d = 0; d < dim; d += 32) {
+    const __m512 low = _mm512_loadu_ps(o + d), high = _mm512_loadu_ps(o + d + 16);
+    _mm512_storeu_ps(out + d, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(out + d + 16, _mm512_permutex2var_ps(low, second, high));
+  }
+}
+
+// The new m and l of 16 columns, and the factors for o.
+FIRN_INLINE void merge_sums(float* triple, __m512 m_b, __m512 l_b, uint32_t mask, float* keep_out, float* take_out) {
+  const __m512 m = _mm512_loadu_ps(triple), l = _mm512_loadu_ps(triple + 16);
+  const __mmask16 larger = _mm512_cmp_ps_mask(m_b, m, _CMP_GT_OQ) | _mm512_cmp_ps_mask(m_b, m_b, _CMP_UNORD_Q);
+  const __m512 m_new = _mm512_mask_blend_ps(larger, m, m_b);
+  const __m512 keep = exp_lanes(_mm512_sub_ps(m, m_new)), take = exp_lanes(_mm512_sub_ps(m_b, m_new));
+  const __mmask16 columns = static_cast<__mmask16>(mask);
+  _mm512_mask_storeu_ps(triple, columns, m_new);
+  _mm512_mask_storeu_ps(triple + 16, columns, _mm512_add_ps(_mm512_mul_ps(l, keep), _mm512_mul_ps(l_b, take)));
+  _mm512_storeu_ps(keep_out, keep);
+  _mm512_storeu_ps(take_out, take);
+}
+
+FIRN_INLINE void merge_vector(float* into, const float* from, __m512 keep, __m512 take) {
+  const __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(into), keep);
+  _mm512_storeu_ps(into, _mm512_add_ps(kept, _mm512_mul_ps(_mm512_loadu_ps(from), take)));
+}
+
+void merge(float* into, const float* from, uint32_t mask, int64_t dim) {
+  float keep[16], take[16];
+  merge_sums(into, _mm512_loadu_ps(from), _mm512_loadu_ps(from + 16), mask, keep, take);
+  for (; mask != 0; mask &= mask - 1) {
+    const int64_t c = __builtin_ctz(mask);
+    const __m512 k = _mm512_set1_ps(keep[c]), t = _mm512_set1_ps(take[c]);
+    for (int64_t d = 0; d < dim; d += kTile) {
+      merge_vector(into + 32 + c * dim + d, from + 32 + c * dim + d, k, t);
+    }
+  }
+}
+
+// What the vector slices of a step work on.
+struct Work {
+  const TileAttendArgs* a;
+  Slot *soft, *outputs, *fold;
+  char* paired;  // values of the block whose outputs are computed
+  int64_t pack_at, pack_end, fold_at, fold_end, soft_at, soft_end;
+  int64_t slices() const { return pack_end - pack_at + fold_end - fold_at + soft_end - soft_at; }
+};
+
+void find_largest(Slot* t, int64_t j) {
+  __m512 a = _mm512_set1_ps(-__builtin_inff()), b = a, c = a, d = a;
+  const float* s = t->s[j];
+  int64_t i = 0;
+  // A NaN in the first operand of max leaves the second.
+  for (; i + 4 <= t->n_keys; i += 4, s += 4 * kTile) {
+    a = _mm512_max_ps(_mm512_load_ps(s), a);
+    b = _mm512_max_ps(_mm512_load_ps(s + kTile), b);
+    c = _mm512_max_ps(_mm512_load_ps(s + 2 * kTile), c);
+    d = _mm512_max_ps(_mm512_load_ps(s + 3 * kTile), d);
+  }
+  for (; i < t->n_keys; ++i, s += kTile) a = _mm512_max_ps(_mm512_load_ps(s), a);
+  _mm512_store_ps(t->stats[j] + kLargest * kTile, _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)));
+  _mm512_store_ps(t->stats[j] + kEven * kTile, _mm512_setzero_ps());
+  _mm512_store_ps(t->stats[j] + kOdd * kTile, _mm512_setzero_ps());
+}
+
+// 2^(d * factor) for d <= 0; NaN stays NaN. Below 2^-126 the result is 2^-126: no output can tell.
+FIRN_INLINE __m512 exp2_scaled(__m512 d, __m512 factor, __m512 lowest) {
+  const __m512 shift = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: rounds to the nearest integer
+  d = _mm512_max_ps(lowest, d);
+  const __m512 t = _mm512_fmadd_ps(d, factor, shift);
+  const __m512 r = _mm512_fmsub_ps(d, factor, _mm512_sub_ps(t, shift));
+  __m512 p = _mm512_set1_ps(0.00133813025f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.00966636852f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.0555038101f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24022349f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.693147181f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  // The integer sits in the low bits of t.
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+}
+
+FIRN_INLINE void store_transposed(const float* low, const __m512i* high, char* out) {
+  __m512i r[16];
+  FIRN_UNROLL
+  for (int i = 0; i < 8; ++i) r[i] = _mm512_load_si512(low + i * kTile);
+  FIRN_UNROLL
+  for (int i = 0; i < 8; ++i) r[8 + i] = high[i];
+  transpose_words(r);
+  FIRN_UNROLL
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(out + i * kLine, r[i]);
+}
+
+// Weights of 16 keys of one tile; every second call completes the terms of 32 keys.
+void soften(const TileAttendArgs& a, Slot* t, int64_t j, int64_t chunk) {
+  const float* s = t->s[j] + chunk * kTile * kTile;
+  float* stats = t->stats[j];
+  const float scaled = a.scale * 1.44269504f;
+  const __m512 factor = _mm512_set1_ps(scaled), lowest = _mm512_set1_ps(-126.0f / scaled);
+  const __m512 largest = _mm512_load_ps(stats + kLargest * kTile);
+  __m512 even = _mm512_load_ps(stats + kEven * kTile), odd = _mm512_load_ps(stats + kOdd * kTile);
+  const __m512i half = _mm512_set1_epi32(0x8000), top = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+  const int64_t n = t->n_keys - chunk * kTile;
+  __m512i hi[8], lo[8];
+  FIRN_UNROLL
+  for (int64_t i = 0; i < 8; ++i) {
+    __m512 p0 = exp2_scaled(_mm512_sub_ps(_mm512_load_ps(s + 2 * i * kTile), largest), factor, lowest);
+    __m512 p1 = exp2_scaled(_mm512_sub_ps(_mm512_load_ps(s + (2 * i + 1) * kTile), largest), factor, lowest);
+    if (__builtin_expect(2 * i + 1 >= n, 0)) {
+      p1 = _mm512_setzero_ps();
+      if (2 * i >= n) p0 = _mm512_setzero_ps();
+    }
+    even = _mm512_add_ps(even, p0);
+    odd = _mm512_add_ps(odd, p1);
+    const __m512i h0 = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(p0), half), top);
+    const __m512i h1 = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(p1), half), top);
+    hi[i] = _mm512_or_si512(_mm512_srli_epi32(h0, 16), h1);
+    const __m512i r0 = _mm512_castps_si512(_mm512_sub_ps(p0, _mm512_castsi512_ps(h0)));
+    const __m512i r1 = _mm512_castps_si512(_mm512_sub_ps(p1, _mm512_castsi512_ps(h1)));
+    lo[i] = _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(_mm512_add_epi32(r0, half), 16),
+                                    _mm512_add_epi32(r1, half));
+  }
+  _mm512_store_ps(stats + kEven * kTile, even);
+  _mm512_store_ps(stats + kOdd * kTile, odd);
+  if (chunk % 2 == 0) {
+    FIRN_UNROLL
+    for (int i = 0; i < 8; ++i) _mm512_store_si512(t->words + i * kTile, hi[i]);
+    FIRN_UNROLL
+    for (int i = 0; i < 8; ++i) _mm512_store_si512(t->words + (8 + i) * kTile, lo[i]);
+    return;
+  }
+  char* out = t->p[j] + chunk / 2 * 2 * kTileBytes;
+  store_transposed(t->words, hi, out);
+  store_transposed(t->words + 8 * kTile, lo, out + kTileBytes);
+}
+
+void fold_slice(const TileAttendArgs& a, Slot* t, int64_t j, int64_t quarter) {
+  float* triple = t->triple[j];
+  float* stats = t->stats[j];
+  float *keep = stats + kKeep * kTile, *take = stats + kTake * kTile;
+  const __mmask16 columns = static_cast<__mmask16>(t->mask[j]);
+  if (quarter == 0) {
+    const __m512 m = _mm512_mul_ps(_mm512_load_ps(stats + kLargest * kTile), _mm512_set1_ps(a.scale));
+    const __m512 l = _mm512_add_ps(_mm512_load_ps(stats + kEven * kTile), _mm512_load_ps(stats + kOdd * kTile));
+    if (a.fold) {
+      merge_sums(triple, m, l, t->mask[j], keep, take);
+    } else {
+      _mm512_mask_storeu_ps(triple, columns, m);
+      _mm512_mask_storeu_ps(triple + 16, columns, l);
+    }
+  }
+  for (int64_t c = 4 * quarter; c < 4 * quarter + 4; ++c) {
+    if ((t->mask[j] >> c & 1u) == 0) continue;
+    const float* from = t->o[j] + c * kTile;
+    float* to = triple + 32 + c * a.dim;
+    if (a.fold) {
+      const __m512 k = _mm512_set1_ps(keep[c]), x = _mm512_set1_ps(take[c]);
+      for (int64_t d = 0; d < a.dim; d += kTile) merge_vector(to + d, from + d * kTile, k, x);
+    } else {
+      for (int64_t d = 0; d < a.dim; d += kTile) _mm512_storeu_ps(to + d, _mm512_load_ps(from + d * kTile));
+    }
+  }
+}
+
+void run_slice(Work* w) {
+  if (w->pack_at < w->pack_end) {
+    pair_values(w->outputs->values, w->outputs->n_keys, w->pack_at++, w->a->dim, w->paired);
+  } else if (w->fold_at < w->fold_end) {
+    fold_slice(*w->a, w->fold, w->fold_at / kMergeSlices, w->fold_at % kMergeSlices);
+    ++w->fold_at;
+  } else if (w->soft_at < w->soft_end) {
+    const int64_t of_tile = 2 * w->soft->groups + 1, j = w->soft_at / of_tile, i = w->soft_at % of_tile;
+    if (i == 0) {
+      find_largest(w->soft, j);
+    } else {
+      soften(*w->a, w->soft, j, i - 1);
+    }
+    ++w->soft_at;
+  }
+}
+
+// Lines of the next block, brought towards the core a few at a time.
+struct Ahead {
+  const char *at[2] = {}, *end[2] = {};
+  int64_t lines = 0;  // a turn
+  FIRN_INLINE void turn() {
+    for (int64_t i = 0; i < lines; ++i) {
+      const int part = at[0] < end[0] ? 0 : 1;
+      if (at[part] >= end[part]) return;
+      _mm_prefetch(at[part], _MM_HINT_T1);
+      at[part] += kLine;
+    }
+  }
+};
+
+// Scores of keys [32 g, 32 g + 32), dims [32 d, 32 d + 32). The barrier keeps stores that the tile loads read before
+// them: the compiler does not know what these read.
+template <int kN>
+FIRN_AMX FIRN_INLINE void score_turn(const Slot& t, int64_t g, int64_t d, int64_t row_bytes) {
+  __asm__ volatile("" ::: "memory");
+  const char* keys = t.keys + g * kGroupKeys * row_bytes + d * kLine;
+  _tile_loadd(6, t.q[0] + d * kTileBytes, 64);
+  _tile_loadd(4, keys, row_bytes);
+  _tile_dpbf16ps(0, 4, 6);
+  if (kN > 1) {
+    _tile_loadd(7, t.q[1] + d * kTileBytes, 64);
+    _tile_dpbf16ps(2, 4, 7);
+  }
+  _tile_loadd(5, keys + kTile * row_bytes, row_bytes);
+  _tile_dpbf16ps(1, 5, 6);
+  if (kN > 1) _tile_dpbf16ps(3, 5, 7);
+}
+
+// Outputs of dims [32 d, 32 d + 32) over keys [32 g, 32 g + 32).
+template <int kN>
+FIRN_AMX FIRN_INLINE void output_turn(const Slot& t, const char* paired, int64_t g, int64_t d, int64_t row_bytes) {
+  __asm__ volatile("" ::: "memory");
+  const char* values = paired + g * kGroupKeys * row_bytes + d * 2 * kTileBytes;
+  _tile_loadd(6, values, 64);
+  _tile_loadd(7, values + kTileBytes, 64);
+  _tile_loadd(4, t.p[0] + 2 * g * kTileBytes, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (kN > 1) {
+    _tile_loadd(5, t.p[1] + 2 * g * kTileBytes, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_loadd(4, t.p[0] + (2 * g + 1) * kTileBytes, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (kN > 1) {
+    _tile_loadd(5, t.p[1] + (2 * g + 1) * kTileBytes, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+FIRN_AMX void step(const TileAttendArgs& a, Slot* scores, Work* w, Ahead* ahead) {
+  const int64_t row_bytes = a.dim * 2, dims = a.dim / 32;
+  Slot* outputs = w->outputs;
+  const int64_t score_turns = scores->n > 0 ? scores->groups * dims : 0;
+  const int64_t output_turns = outputs->n > 0 ? outputs->groups * dims : 0;
+  // Slices keep pace with the products, of which a turn of outputs has twice as many as one of scores.
+  const int64_t slices = w->slices(), cost = score_turns + 2 * output_turns;
+  int64_t credit = 0;
+  if (scores->n > 0) {
+    for (int64_t g = 0; g < scores->groups; ++g) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t d = 0; d < dims; ++d) {
+        if (scores->n > 1) {
+          score_turn<2>(*scores, g, d, row_bytes);
+        } else {
+          score_turn<1>(*scores, g, d, row_bytes);
+        }
+        ahead->turn();
+        for (credit += slices; credit >= cost; credit -= cost) run_slice(w);
+      }
+      float* s = scores->s[0] + g * kGroupKeys * kTile;
+      _tile_stored(0, s, 64);
+      _tile_stored(1, s + kTile * kTile, 64);
+      if (scores->n > 1) {
+        s = scores->s[1] + g * kGroupKeys * kTile;
+        _tile_stored(2, s, 64);
+        _tile_stored(3, s + kTile * kTile, 64);
+      }
+    }
+  }
+  while (w->pack_at < w->pack_end) run_slice(w);
+  if (outputs->n > 0) {
+    for (int64_t d = 0; d < dims; ++d) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t g = 0; g < outputs->groups; ++g) {
+        if (outputs->n > 1) {
+          output_turn<2>(*outputs, w->paired, g, d, row_bytes);
+        } else {
+          output_turn<1>(*outputs, w->paired, g, d, row_bytes);
+        }
+        ahead->turn();
+        for (credit += 2 * slices; credit >= cost; credit -= cost) run_slice(w);
+      }
+      float* o = outputs->o[0] + 2 * d * kTile * kTile;
+      _tile_stored(0, o, 64);
+      _tile_stored(1, o + kTile * kTile, 64);
+      if (outputs->n > 1) {
+        o = outputs->o[1] + 2 * d * kTile * kTile;
+        _tile_stored(2, o, 64);
+        _tile_stored(3, o + kTile * kTile, 64);
+      }
+    }
+  }
+  while (w->slices() > 0) run_slice(w);
+}
+
+// Takes the next pair of items, or leaves the slot empty.
+void fill_slot(const TileAttendArgs& a, int64_t* at, Slot* slot) {
+  slot->n = 0;
+  if (*at >= a.n_items) return;
+  const TileItem* items = a.items + *at;
+  slot->n = *at + 1 < a.n_items && items[1].keys == items[0].keys && items[1].n_keys == items[0].n_keys ? 2 : 1;
+  slot->keys = static_cast<const char*>(items[0].keys);
+  slot->values = static_cast<const char*>(items[0].values);
+  slot->n_keys = items[0].n_keys;
+  slot->groups = (slot->n_keys + kGroupKeys - 1) / kGroupKeys;
+  for (int64_t j = 0; j < slot->n; ++j) {
+    slot->q[j] = static_cast<const char*>(items[j].q);
+    slot->triple[j] = items[j].triple;
+    slot->mask[j] = items[j].mask;
+  }
+  *at += slot->n;
+}
+
+// The block after the one that begins at item `at`, over as many steps as the latter takes.
+void look_ahead(const TileAttendArgs& a, int64_t at, Ahead* ahead) {
+  const int64_t row_bytes = a.dim * 2;
+  int64_t end = at;
+  while (end < a.n_items && a.items[end].keys == a.items[at].keys) ++end;
+  const char *keys = static_cast<const char*>(a.next), *values = keys + a.block_tokens * row_bytes;
+  int64_t n_keys = a.block_tokens;
+  if (end < a.n_items) {
+    keys = static_cast<const char*>(a.items[end].keys);
+    values = static_cast<const char*>(a.items[end].values);
+    n_keys = a.items[end].n_keys;
+  } else if (a.next == nullptr) {
+    n_keys = 0;
+  }
+  ahead->at[0] = keys;
+  ahead->end[0] = keys + n_keys * row_bytes;
+  ahead->at[1] = values;
+  ahead->end[1] = values + n_keys * row_bytes;
+  const int64_t turns = (end - at + 1) / 2 * 2 * ((a.block_tokens + kGroupKeys - 1) / kGroupKeys) * (a.dim / 32);
+  ahead->lines = 2 * n_keys * row_bytes / kLine / turns + 1;
+}
+
+FIRN_AMX void attend(const TileAttendArgs& a) {
+  const TileConfig config;
+  _tile_loadconfig(&config);
+  const int64_t keys = (a.block_tokens + kGroupKeys - 1) / kGroupKeys * kGroupKeys;
+  char* memory = static_cast<char*>(a.scratch);
+  Slot slots[4];
+  Work w = {};
+  w.a = &a;
+  w.paired = memory;
+  memory += keys * a.dim * 2;
+  for (Slot& slot : slots) {
+    for (int j = 0; j < 2; ++j) {
+      slot.s[j] = reinterpret_cast<float*>(memory);
+      slot.p[j] = memory + keys * 64;
+      slot.o[j] = reinterpret_cast<float*>(memory + 2 * keys * 64);
+      slot.stats[j] = reinterpret_cast<float*>(memory + 2 * keys * 64 + a.dim * 64);
+      memory += 2 * keys * 64 + a.dim * 64 + kStatistics * 64;
+    }
+    slot.words = reinterpret_cast<float*>(memory);
+    memory += 1024;
+  }
+  Ahead ahead;
+  int64_t at = 0, paired_keys = 0;
+  const char *scored = nullptr, *paired = nullptr;
+  for (uint64_t i = 0;; ++i) {
+    Slot* scores = &slots[i % 4];
+    w.soft = &slots[(i + 3) % 4];
+    w.outputs = &slots[(i + 2) % 4];
+    w.fold = &slots[(i + 1) % 4];
+    if (at < a.n_items && a.items[at].keys != scored) {
+      scored = static_cast<const char*>(a.items[at].keys);
+      look_ahead(a, at, &ahead);
+    }
+    fill_slot(a, &at, scores);
+    if (scores->n + w.soft->n + w.outputs->n + w.fold->n == 0) break;
+    w.pack_at = w.pack_end = w.fold_at = w.soft_at = 0;
+    if (w.outputs->n > 0 && (w.outputs->values != paired || w.outputs->n_keys != paired_keys)) {
+      // Of the same block with more or fewer keys visible only the last groups change.
+      const int64_t same = w.outputs->values != paired       ? 0
+                           : w.outputs->n_keys < paired_keys ? w.outputs->n_keys
+                                                             : paired_keys;
+      w.pack_at = same / kGroupKeys;
+      w.pack_end = w.outputs->groups;
+      paired = w.outputs->values;
+      paired_keys = w.outputs->n_keys;
+    }
+    w.fold_end = w.fold->n * kMergeSlices;
+    w.soft_end = w.soft->n * (2 * w.soft->groups + 1);
+    step(a, scores, &w, &ahead);
+    w.fold->n = 0;
+  }
+  _tile_release();
+}
+
+}  // namespace
+
+const AttentionTiles kAttentionTiles = {pack_queries, attend, merge, order_dims};
+
+}  // namespace firn::cpu
