@@ -1,10 +1,12 @@
 // The kernels of attention_tiles.h: four stages of a pipeline over pairs of query tiles.
 //
 // Softmax takes about as long in the vector units as both products take in the tile unit, so the two must run side by
-// side. A step issues the products of two pairs (scores of the newest, outputs of the third newest) and, between their
-// instructions, slices of vector work that no product of the step waits for: re-pairing of values, softmax of the
-// second newest pair, folding of the oldest. Slices are small enough for the reorder window to hold one beside the
-// products before it.
+// side. A step issues the products of two pairs (scores of the newest, outputs of the third newest) in turns of a few
+// tile instructions and, between them, vector work that no product of the step waits for: re-pairing of values, folding
+// of the oldest pair and the largest scores of the second newest beside the scores, softmax of the latter beside the
+// outputs. What goes between two turns is small enough for the reorder window to hold it beside the products before it,
+// and the same every time: with work handed out by a running count, mispredicted branches took as long as the
+// products.
 //
 // Keys are the left factor as they lie in memory and queries the right one, packed once, so scores come out as
 // [keys][queries] and maxima and sums over keys are vertical. Weights become the left factor of the second product by a
@@ -22,7 +24,6 @@ namespace firn::cpu {
 namespace {
 
 constexpr int64_t kTile = 16, kGroupKeys = 32, kTileBytes = 1024, kLine = 64;
-constexpr int64_t kMergeSlices = 4;  // of one tile
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
@@ -97,19 +98,18 @@ void pack_queries(const void* q, int64_t stride, int64_t first, int64_t n, int64
   }
 }
 
-// Pairs keys 2i and 2i + 1 of one group: [dim / 16][16 pairs][16 dims][2]. Keys from n_keys on are zero, so that a
-// weight of zero never meets what memory held before.
-FIRN_INLINE void pair_values(const char* values, int64_t n_keys, int64_t group, int64_t dim, char* out) {
+// Pairs keys 2i and 2i + 1, i in [begin, end): per 16 pairs [dim / 16][16 pairs][16 dims][2]. Keys from n_keys on are
+// zero, so that a weight of zero never meets what memory held before.
+FIRN_INLINE void pair_values(const char* values, int64_t n_keys, int64_t begin, int64_t end, int64_t dim, char* out) {
   const int64_t row_bytes = dim * 2;
-  const char* from = values + group * kGroupKeys * row_bytes;
-  char* to = out + group * kGroupKeys * row_bytes;
-  const int64_t n = n_keys - group * kGroupKeys;
-  for (int64_t i = 0; i < kTile; ++i) {
+  for (int64_t i = begin; i < end; ++i) {
+    const char* from = values + 2 * i * row_bytes;
+    char* to = out + i / kTile * kGroupKeys * row_bytes + i % kTile * kLine;
+    const __mmask32 first = 2 * i < n_keys ? ~__mmask32{0} : 0, second = 2 * i + 1 < n_keys ? ~__mmask32{0} : 0;
     for (int64_t d = 0; d < dim; d += 32) {
-      const __m512i even = 2 * i < n ? _mm512_loadu_si512(from + 2 * i * row_bytes + d * 2) : _mm512_setzero_si512();
-      const __m512i odd =
-          2 * i + 1 < n ? _mm512_loadu_si512(from + (2 * i + 1) * row_bytes + d * 2) : _mm512_setzero_si512();
-      char* tile = to + d / 16 * kTileBytes + i * kLine;
+      const __m512i even = _mm512_maskz_loadu_epi16(first, from + d * 2);
+      const __m512i odd = _mm512_maskz_loadu_epi16(second, from + row_bytes + d * 2);
+      char* tile = to + d / 16 * kTileBytes;
       _mm512_store_si512(tile, _mm512_unpacklo_epi16(even, odd));
       _mm512_store_si512(tile + kTileBytes, _mm512_unpackhi_epi16(even, odd));
     }
@@ -156,30 +156,23 @@ void merge(float* into, const float* from, uint32_t mask, int64_t dim) {
   }
 }
 
-// What the vector slices of a step work on.
-struct Work {
-  const TileAttendArgs* a;
-  Slot *soft, *outputs, *fold;
-  char* paired;  // values of the block whose outputs are computed
-  int64_t pack_at, pack_end, fold_at, fold_end, soft_at, soft_end;
-  int64_t slices() const { return pack_end - pack_at + fold_end - fold_at + soft_end - soft_at; }
-};
-
-void find_largest(Slot* t, int64_t j) {
-  __m512 a = _mm512_set1_ps(-__builtin_inff()), b = a, c = a, d = a;
-  const float* s = t->s[j];
-  int64_t i = 0;
-  // A NaN in the first operand of max leaves the second.
-  for (; i + 4 <= t->n_keys; i += 4, s += 4 * kTile) {
-    a = _mm512_max_ps(_mm512_load_ps(s), a);
-    b = _mm512_max_ps(_mm512_load_ps(s + kTile), b);
-    c = _mm512_max_ps(_mm512_load_ps(s + 2 * kTile), c);
-    d = _mm512_max_ps(_mm512_load_ps(s + 3 * kTile), d);
-  }
-  for (; i < t->n_keys; ++i, s += kTile) a = _mm512_max_ps(_mm512_load_ps(s), a);
-  _mm512_store_ps(t->stats[j] + kLargest * kTile, _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)));
+void start_softmax(Slot* t, int64_t j) {
+  _mm512_store_ps(t->stats[j] + kLargest * kTile, _mm512_set1_ps(-__builtin_inff()));
   _mm512_store_ps(t->stats[j] + kEven * kTile, _mm512_setzero_ps());
   _mm512_store_ps(t->stats[j] + kOdd * kTile, _mm512_setzero_ps());
+}
+
+// Over keys [begin, end). A NaN in the first operand of max leaves the second.
+FIRN_INLINE void find_largest(Slot* t, int64_t j, int64_t begin, int64_t end) {
+  __m512 a = _mm512_load_ps(t->stats[j] + kLargest * kTile), b = a;
+  const float* s = t->s[j];
+  int64_t i = begin;
+  for (; i + 2 <= end; i += 2) {
+    a = _mm512_max_ps(_mm512_load_ps(s + i * kTile), a);
+    b = _mm512_max_ps(_mm512_load_ps(s + (i + 1) * kTile), b);
+  }
+  if (i < end) a = _mm512_max_ps(_mm512_load_ps(s + i * kTile), a);
+  _mm512_store_ps(t->stats[j] + kLargest * kTile, _mm512_max_ps(a, b));
 }
 
 // 2^(d * factor) for d <= 0; NaN stays NaN. Below 2^-126 the result is 2^-126: no output can tell.
@@ -217,7 +210,9 @@ void soften(const TileAttendArgs& a, Slot* t, int64_t j, int64_t chunk) {
   const __m512 factor = _mm512_set1_ps(scaled), lowest = _mm512_set1_ps(-126.0f / scaled);
   const __m512 largest = _mm512_load_ps(stats + kLargest * kTile);
   __m512 even = _mm512_load_ps(stats + kEven * kTile), odd = _mm512_load_ps(stats + kOdd * kTile);
-  const __m512i half = _mm512_set1_epi32(0x8000), top = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+  __m512i half = _mm512_set1_epi32(0x8000), top = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+  // Hidden from the compiler, which would rather make constants anew, sixteen times, on the port that shuffles.
+  __asm__("" : "+v"(half), "+v"(top));
   const int64_t n = t->n_keys - chunk * kTile;
   __m512i hi[8], lo[8];
   FIRN_UNROLL
@@ -235,8 +230,9 @@ void soften(const TileAttendArgs& a, Slot* t, int64_t j, int64_t chunk) {
     hi[i] = _mm512_or_si512(_mm512_srli_epi32(h0, 16), h1);
     const __m512i r0 = _mm512_castps_si512(_mm512_sub_ps(p0, _mm512_castsi512_ps(h0)));
     const __m512i r1 = _mm512_castps_si512(_mm512_sub_ps(p1, _mm512_castsi512_ps(h1)));
-    lo[i] = _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(_mm512_add_epi32(r0, half), 16),
-                                    _mm512_add_epi32(r1, half));
+    // The upper half of the second, beside that of the first: (r1 & top) | r0 >> 16.
+    lo[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_add_epi32(r0, half), 16), _mm512_add_epi32(r1, half),
+                                      top, 0xF8);
   }
   _mm512_store_ps(stats + kEven * kTile, even);
   _mm512_store_ps(stats + kOdd * kTile, odd);
@@ -252,48 +248,58 @@ void soften(const TileAttendArgs& a, Slot* t, int64_t j, int64_t chunk) {
   store_transposed(t->words + 8 * kTile, lo, out + kTileBytes);
 }
 
-void fold_slice(const TileAttendArgs& a, Slot* t, int64_t j, int64_t quarter) {
-  float* triple = t->triple[j];
-  float* stats = t->stats[j];
-  float *keep = stats + kKeep * kTile, *take = stats + kTake * kTile;
-  const __mmask16 columns = static_cast<__mmask16>(t->mask[j]);
-  if (quarter == 0) {
-    const __m512 m = _mm512_mul_ps(_mm512_load_ps(stats + kLargest * kTile), _mm512_set1_ps(a.scale));
-    const __m512 l = _mm512_add_ps(_mm512_load_ps(stats + kEven * kTile), _mm512_load_ps(stats + kOdd * kTile));
-    if (a.fold) {
-      merge_sums(triple, m, l, t->mask[j], keep, take);
-    } else {
-      _mm512_mask_storeu_ps(triple, columns, m);
-      _mm512_mask_storeu_ps(triple + 16, columns, l);
-    }
-  }
-  for (int64_t c = 4 * quarter; c < 4 * quarter + 4; ++c) {
-    if ((t->mask[j] >> c & 1u) == 0) continue;
-    const float* from = t->o[j] + c * kTile;
-    float* to = triple + 32 + c * a.dim;
-    if (a.fold) {
-      const __m512 k = _mm512_set1_ps(keep[c]), x = _mm512_set1_ps(take[c]);
-      for (int64_t d = 0; d < a.dim; d += kTile) merge_vector(to + d, from + d * kTile, k, x);
-    } else {
-      for (int64_t d = 0; d < a.dim; d += kTile) _mm512_storeu_ps(to + d, _mm512_load_ps(from + d * kTile));
-    }
+// m and l of a finished pair, and the factors for its outputs.
+void start_fold(const TileAttendArgs& a, Slot* t, int64_t j) {
+  float *stats = t->stats[j], *triple = t->triple[j];
+  const __m512 m = _mm512_mul_ps(_mm512_load_ps(stats + kLargest * kTile), _mm512_set1_ps(a.scale));
+  const __m512 l = _mm512_add_ps(_mm512_load_ps(stats + kEven * kTile), _mm512_load_ps(stats + kOdd * kTile));
+  if (a.fold) {
+    merge_sums(triple, m, l, t->mask[j], stats + kKeep * kTile, stats + kTake * kTile);
+  } else {
+    _mm512_mask_storeu_ps(triple, static_cast<__mmask16>(t->mask[j]), m);
+    _mm512_mask_storeu_ps(triple + 16, static_cast<__mmask16>(t->mask[j]), l);
   }
 }
 
-void run_slice(Work* w) {
-  if (w->pack_at < w->pack_end) {
-    pair_values(w->outputs->values, w->outputs->n_keys, w->pack_at++, w->a->dim, w->paired);
-  } else if (w->fold_at < w->fold_end) {
-    fold_slice(*w->a, w->fold, w->fold_at / kMergeSlices, w->fold_at % kMergeSlices);
-    ++w->fold_at;
-  } else if (w->soft_at < w->soft_end) {
-    const int64_t of_tile = 2 * w->soft->groups + 1, j = w->soft_at / of_tile, i = w->soft_at % of_tile;
-    if (i == 0) {
-      find_largest(w->soft, j);
-    } else {
-      soften(*w->a, w->soft, j, i - 1);
-    }
-    ++w->soft_at;
+// Outputs of column c.
+FIRN_INLINE void fold_column(const TileAttendArgs& a, Slot* t, int64_t j, int64_t c) {
+  if ((t->mask[j] >> c & 1u) == 0) return;
+  const float *from = t->o[j] + c * kTile, *stats = t->stats[j];
+  float* to = t->triple[j] + 32 + c * a.dim;
+  if (a.fold) {
+    const __m512 keep = _mm512_set1_ps(stats[kKeep * kTile + c]), take = _mm512_set1_ps(stats[kTake * kTile + c]);
+    for (int64_t d = 0; d < a.dim; d += kTile) merge_vector(to + d, from + d * kTile, keep, take);
+  } else {
+    for (int64_t d = 0; d < a.dim; d += kTile) _mm512_storeu_ps(to + d, _mm512_load_ps(from + d * kTile));
+  }
+}
+
+// The vector work of a step, cut into as many even parts as there are turns beside it.
+struct Work {
+  const TileAttendArgs* a;
+  Slot *soft, *outputs, *fold;
+  char* paired;        // values of the block whose outputs are computed
+  int64_t first_pair;  // of these, to pair anew
+};
+
+FIRN_INLINE void beside_scores(const Work& w, int64_t turn, int64_t turns) {
+  if (w.outputs->n > 0) {
+    const int64_t n = w.outputs->groups * kTile - w.first_pair;
+    pair_values(w.outputs->values, w.outputs->n_keys, w.first_pair + n * turn / turns,
+                w.first_pair + n * (turn + 1) / turns, w.a->dim, w.paired);
+  }
+  for (int64_t j = 0; j < w.fold->n; ++j) {
+    for (int64_t c = kTile * turn / turns; c < kTile * (turn + 1) / turns; ++c) fold_column(*w.a, w.fold, j, c);
+  }
+  for (int64_t j = 0; j < w.soft->n; ++j) {
+    find_largest(w.soft, j, w.soft->n_keys * turn / turns, w.soft->n_keys * (turn + 1) / turns);
+  }
+}
+
+FIRN_INLINE void beside_outputs(const Work& w, int64_t turn, int64_t turns) {
+  const int64_t chunks = 2 * w.soft->groups, n = w.soft->n * chunks;
+  for (int64_t i = n * turn / turns; i < n * (turn + 1) / turns; ++i) {
+    soften(*w.a, w.soft, i < chunks ? 0 : 1, i < chunks ? i : i - chunks);
   }
 }
 
@@ -354,66 +360,73 @@ FIRN_AMX FIRN_INLINE void output_turn(const Slot& t, const char* paired, int64_t
   }
 }
 
-FIRN_AMX void step(const TileAttendArgs& a, Slot* scores, Work* w, Ahead* ahead) {
-  const int64_t row_bytes = a.dim * 2, dims = a.dim / 32;
-  Slot* outputs = w->outputs;
-  const int64_t score_turns = scores->n > 0 ? scores->groups * dims : 0;
-  const int64_t output_turns = outputs->n > 0 ? outputs->groups * dims : 0;
-  // Slices keep pace with the products, of which a turn of outputs has twice as many as one of scores.
-  const int64_t slices = w->slices(), cost = score_turns + 2 * output_turns;
-  int64_t credit = 0;
-  if (scores->n > 0) {
-    for (int64_t g = 0; g < scores->groups; ++g) {
-      _tile_zero(0);
-      _tile_zero(1);
+template <int kN>
+FIRN_AMX FIRN_INLINE void step_scores(const Work& w, const Slot& t, Ahead* ahead) {
+  const int64_t row_bytes = w.a->dim * 2, dims = w.a->dim / 32, turns = t.groups * dims;
+  for (int64_t g = 0, turn = 0; g < t.groups; ++g) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kN > 1) {
       _tile_zero(2);
       _tile_zero(3);
-      for (int64_t d = 0; d < dims; ++d) {
-        if (scores->n > 1) {
-          score_turn<2>(*scores, g, d, row_bytes);
-        } else {
-          score_turn<1>(*scores, g, d, row_bytes);
-        }
-        ahead->turn();
-        for (credit += slices; credit >= cost; credit -= cost) run_slice(w);
-      }
-      float* s = scores->s[0] + g * kGroupKeys * kTile;
-      _tile_stored(0, s, 64);
-      _tile_stored(1, s + kTile * kTile, 64);
-      if (scores->n > 1) {
-        s = scores->s[1] + g * kGroupKeys * kTile;
-        _tile_stored(2, s, 64);
-        _tile_stored(3, s + kTile * kTile, 64);
-      }
+    }
+    for (int64_t d = 0; d < dims; ++d, ++turn) {
+      score_turn<kN>(t, g, d, row_bytes);
+      ahead->turn();
+      beside_scores(w, turn, turns);
+    }
+    const int64_t at = g * kGroupKeys * kTile;
+    _tile_stored(0, t.s[0] + at, 64);
+    _tile_stored(1, t.s[0] + at + kTile * kTile, 64);
+    if (kN > 1) {
+      _tile_stored(2, t.s[1] + at, 64);
+      _tile_stored(3, t.s[1] + at + kTile * kTile, 64);
     }
   }
-  while (w->pack_at < w->pack_end) run_slice(w);
-  if (outputs->n > 0) {
-    for (int64_t d = 0; d < dims; ++d) {
-      _tile_zero(0);
-      _tile_zero(1);
+}
+
+template <int kN>
+FIRN_AMX FIRN_INLINE void step_outputs(const Work& w, const Slot& t, Ahead* ahead) {
+  const int64_t row_bytes = w.a->dim * 2, dims = w.a->dim / 32, turns = t.groups * dims;
+  for (int64_t d = 0, turn = 0; d < dims; ++d) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kN > 1) {
       _tile_zero(2);
       _tile_zero(3);
-      for (int64_t g = 0; g < outputs->groups; ++g) {
-        if (outputs->n > 1) {
-          output_turn<2>(*outputs, w->paired, g, d, row_bytes);
-        } else {
-          output_turn<1>(*outputs, w->paired, g, d, row_bytes);
-        }
-        ahead->turn();
-        for (credit += 2 * slices; credit >= cost; credit -= cost) run_slice(w);
-      }
-      float* o = outputs->o[0] + 2 * d * kTile * kTile;
-      _tile_stored(0, o, 64);
-      _tile_stored(1, o + kTile * kTile, 64);
-      if (outputs->n > 1) {
-        o = outputs->o[1] + 2 * d * kTile * kTile;
-        _tile_stored(2, o, 64);
-        _tile_stored(3, o + kTile * kTile, 64);
-      }
+    }
+    for (int64_t g = 0; g < t.groups; ++g, ++turn) {
+      output_turn<kN>(t, w.paired, g, d, row_bytes);
+      ahead->turn();
+      beside_outputs(w, turn, turns);
+    }
+    const int64_t at = 2 * d * kTile * kTile;
+    _tile_stored(0, t.o[0] + at, 64);
+    _tile_stored(1, t.o[0] + at + kTile * kTile, 64);
+    if (kN > 1) {
+      _tile_stored(2, t.o[1] + at, 64);
+      _tile_stored(3, t.o[1] + at + kTile * kTile, 64);
     }
   }
-  while (w->slices() > 0) run_slice(w);
+}
+
+FIRN_AMX void step(const Work& w, const Slot& scores, Ahead* ahead) {
+  for (int64_t j = 0; j < w.fold->n; ++j) start_fold(*w.a, w.fold, j);
+  for (int64_t j = 0; j < w.soft->n; ++j) start_softmax(w.soft, j);
+  if (scores.n > 1) {
+    step_scores<2>(w, scores, ahead);
+  } else if (scores.n == 1) {
+    step_scores<1>(w, scores, ahead);
+  } else {
+    beside_scores(w, 0, 1);
+  }
+  if (w.outputs->n > 1) {
+    step_outputs<2>(w, *w.outputs, ahead);
+  } else if (w.outputs->n == 1) {
+    step_outputs<1>(w, *w.outputs, ahead);
+  } else {
+    beside_outputs(w, 0, 1);
+  }
 }
 
 // Takes the next pair of items, or leaves the slot empty.
@@ -491,20 +504,18 @@ FIRN_AMX void attend(const TileAttendArgs& a) {
     }
     fill_slot(a, &at, scores);
     if (scores->n + w.soft->n + w.outputs->n + w.fold->n == 0) break;
-    w.pack_at = w.pack_end = w.fold_at = w.soft_at = 0;
-    if (w.outputs->n > 0 && (w.outputs->values != paired || w.outputs->n_keys != paired_keys)) {
-      // Of the same block with more or fewer keys visible only the last groups change.
-      const int64_t same = w.outputs->values != paired       ? 0
-                           : w.outputs->n_keys < paired_keys ? w.outputs->n_keys
-                                                             : paired_keys;
-      w.pack_at = same / kGroupKeys;
-      w.pack_end = w.outputs->groups;
+    if (w.outputs->n > 0) {
+      // Of the same block with more or fewer keys visible only the last pairs change.
+      w.first_pair = 0;
+      if (w.outputs->values == paired) {
+        w.first_pair = w.outputs->n_keys == paired_keys  ? w.outputs->groups * kTile
+                       : w.outputs->n_keys < paired_keys ? w.outputs->n_keys / kGroupKeys * kTile
+                                                         : paired_keys / kGroupKeys * kTile;
+      }
       paired = w.outputs->values;
       paired_keys = w.outputs->n_keys;
     }
-    w.fold_end = w.fold->n * kMergeSlices;
-    w.soft_end = w.soft->n * (2 * w.soft->groups + 1);
-    step(a, scores, &w, &ahead);
+    step(w, *scores, &ahead);
     w.fold->n = 0;
   }
   _tile_release();
