@@ -1,5 +1,6 @@
 // Attention kernels of each instruction set: one table a level, plain data only, so that files compiled for a level can
-// include this header.
+// include this header. Where a CPU has matrix tiles, bf16 keys and values go through cpu/attention_tiles.h instead,
+// whose triples are defined there and fold by the same merge().
 //
 // A block's triple of one query, over its first n_keys keys (all fp32; mul_add rounds once where the level has FMA):
 //   s[t] = scale * (sum over dims ascending of q[d] * k[t][d])

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "cpu/attention_kernels.h"
+#include "cpu/attention_rows.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/reference.h"
 #include "support/catch.h"
@@ -145,7 +146,11 @@ std::vector<Shape> shapes() {
   add(DType::kF32, 64, 4, 1, 5000, 2, 1);
   add(DType::kBf16, 64, 1, 3, 200, 200, 0);  // every row of a prompt
   add(DType::kF32, 32, 2, 2, 400, 150, 2);
+  add(DType::kBf16, 128, 2, 8, 3000, 70, 5);    // two rows a query tile
+  add(DType::kBf16, 64, 1, 5, 1500, 150, 6);    // three rows a query tile, one column to spare
+  add(DType::kBf16, 96, 1, 17, 900, 9, 3);      // a query tile with one head
   add(DType::kBf16, 32, 1, 2, 100, 40, 3, 16);  // other block sizes
+  add(DType::kBf16, 64, 2, 16, 200, 30, 3, 48);
   add(DType::kBf16, 32, 1, 2, 100, 40, 0, 20);
   return all;
 }
@@ -337,6 +342,50 @@ TEST_CASE("a NaN in a visible key or value reaches the heads that see it, and no
           const bool hit = in_value ? c == 5 || c == 32 + 5 : c < 64;
           CHECK(std::isnan(out.at(r, c)) == hit);
         }
+      }
+    }
+  }
+}
+
+TEST_CASE("a NaN that only later rows see does not reach the rows before", "[attention]") {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const cpu::Isa isa : levels()) {
+    for (const int64_t per_group : {2, 16}) {
+      for (const bool in_value : {false, true}) {
+        Backend backend(isa, 1);
+        Sequence sequence({DType::kBf16, 64, 1, per_group, 300, 40, 0}, 0, 12);
+        (in_value ? *sequence.v : *sequence.k).set(275, 5, nan);
+        sequence.append(*backend.ops);
+        const TestMatrix out = sequence.attend(*backend.ops, DType::kF32);
+        for (int64_t r = 0; r < 40; ++r) {
+          for (int64_t c = 0; c < per_group * 64; ++c) {
+            const bool hit = sequence.position() + r >= 275 && (!in_value || c % 64 == 5);
+            CHECK(std::isnan(out.at(r, c)) == hit);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("attention: scratch stays within what a plan is told", "[attention]") {
+  for (const cpu::Isa isa : levels()) {
+    for (const int threads : {1, 2, 5, 40}) {
+      for (const Shape& shape :
+           {Shape{DType::kBf16, 128, 4, 16, 3000, 1, 0}, Shape{DType::kBf16, 128, 4, 16, 3000, 130, 16},
+            Shape{DType::kBf16, 64, 1, 20, 600, 256, 3}, Shape{DType::kBf16, 64, 20, 1, 600, 70, 3},
+            Shape{DType::kF32, 128, 2, 3, 600, 70, 3}}) {
+        CAPTURE(shape, threads, cpu::isa_name(isa));
+        if (isa < cpu::Isa::kAvx2 && shape.depth > 1000) continue;  // slow, and of the same sizes
+        Backend backend(isa, threads);
+        Sequence sequence(shape, 0, 13);
+        sequence.append(*backend.ops);
+        sequence.attend(*backend.ops, DType::kBf16);
+        Ops::Limits limits;
+        limits.rows = shape.rows;
+        limits.heads = shape.groups * shape.per_group;
+        limits.head_dim = shape.dim;
+        CHECK(backend.budget.used_bytes() <= cpu::attention_scratch_bytes(limits, threads));
       }
     }
   }
