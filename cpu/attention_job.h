@@ -11,7 +11,7 @@
 
 namespace firn::cpu {
 
-inline constexpr int64_t kTileRowsMost = 64;   // of a tile of rows; few enough that a row's number fits a byte
+inline constexpr int64_t kTileRowsMost = 128;  // of a tile of rows; few enough that a row's number fits a byte
 inline constexpr int64_t kTileRowsLeast = 16;  // unless a span has fewer
 
 // One block of a list and the rows of the tile that attend to it, ascending.

@@ -367,11 +367,18 @@ int64_t attention_scratch_bytes(const Ops::Limits& limits, int n_threads) {
   constexpr int64_t kBlockTokens = 128;
   const int64_t dim = round_up(std::max<int64_t>(limits.head_dim, 1), 32);
   const int64_t heads = std::max<int64_t>(limits.heads, 1), triple = dim + kTripleHead;
-  // All heads may be one group, or each its own; a unit of 16 columns has at least 9 in use, but for a tile's last.
+  // All heads may be one group, or each its own.
   const int64_t f32_floats =
       2 * kBlockTokens * dim + kAttendBatch * (kBlockTokens + dim) + kTileRowsLeast * heads * (dim + triple);
-  const int64_t tile_rows = std::clamp(limits.rows, kTileRowsLeast, kTileRowsMost);
-  const int64_t tile_units = tile_rows * ((heads + kTileQueries - 1) / kTileQueries) + heads;
+  // Tiles grow only while there are two for every thread, so the larger they are, the more groups share the heads.
+  int64_t tile_units = 0;
+  for (int64_t rows = kTileRowsLeast; rows <= kTileRowsMost; rows *= 2) {
+    const int64_t tiles = limits.rows / rows;
+    if (rows > kTileRowsLeast && tiles == 0) break;
+    const int64_t groups = rows > kTileRowsLeast ? (2 * n_threads + tiles - 1) / tiles : 1;
+    const int64_t per_group = (heads + groups - 1) / groups;
+    tile_units = std::max(tile_units, rows * ((per_group + kTileQueries - 1) / kTileQueries));
+  }
   const int64_t tile_floats =
       tile_units * (tile_triple_floats(dim) + tile_query_bytes(dim) / 4) + tile_scratch_bytes(dim, kBlockTokens) / 4;
   // The spread path serves fewer than two tiles a thread.
