@@ -41,9 +41,8 @@ struct TileAttendArgs {
   int64_t dim = 0;
   int64_t block_tokens = 0;
   float scale = 0;
-  bool fold = true;            // merge into the triples; else overwrite them
-  const void* next = nullptr;  // keys that a later call starts with, or null: brought near
-  void* scratch = nullptr;     // tile_scratch_bytes(), 64-byte aligned
+  bool fold = true;         // merge into the triples; else overwrite them
+  void* scratch = nullptr;  // tile_scratch_bytes(), 64-byte aligned
 };
 
 inline int64_t tile_triple_floats(int64_t dim) { return 32 + kTileQueries * dim; }
