@@ -232,6 +232,8 @@ FIRN_AMX void pass(const AmxGemmArgs& a, const char* w, const char* x, int64_t s
                    const NextRows& next) {
   const int64_t columns = a.columns, x_step = a.k / kAmxDims * columns * 64;
   const bool keep = a.m <= 2 * kTile;  // up to 32 rows are one pass a block: the sums stay where they are
+  // The compiler does not know what tile loads read: without this, stores of a block could move past them.
+  __asm__ volatile("" ::: "memory");
   if (first) {
     zero_sums<kW, kX>();
   } else if (!keep) {
@@ -239,6 +241,7 @@ FIRN_AMX void pass(const AmxGemmArgs& a, const char* w, const char* x, int64_t s
   }
   multiply<kW, kX, kRows, Units, B>(w, x, x_step, columns, steps, next);
   if (last || !keep) store_sums<kW, kX>(c, columns);
+  __asm__ volatile("" ::: "memory");
 }
 
 template <int kW, int kX, class Units, class B, class... Args>
