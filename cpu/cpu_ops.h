@@ -26,6 +26,10 @@ namespace firn::cpu {
 
 inline constexpr int64_t kFewRows = 8;
 
+// How index_select reads keys: by its rule, or one way wherever that is possible, for tests and benches. The choice is
+// the same.
+enum class IndexPath : uint8_t { kByRule, kScan, kTwoStage };
+
 class CpuOps final : public Ops {
  public:
   // team and arena must outlive the object. `arena` is host memory charged to the user's budget; scratch is taken from
@@ -68,6 +72,7 @@ class CpuOps final : public Ops {
 
   const KernelStats& stats() const { return stats_; }
   Isa isa() const { return isa_; }
+  void set_index_path(IndexPath path) { index_path_ = path; }
 
  private:
   CpuOps(ThreadTeam* team, Arena* arena, Isa isa);
@@ -104,6 +109,7 @@ class CpuOps final : public Ops {
   Status failure_;
   uint64_t failed_ticket_ = 0;
   KernelStats stats_;
+  IndexPath index_path_ = IndexPath::kByRule;
   Buffer scratch_[kScratchCount];
   std::shared_ptr<class GemmCache> gemms_;  // made by the first product; cpu/gemm.h
 };

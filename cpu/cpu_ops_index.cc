@@ -15,6 +15,7 @@
 #include "cpu/attention_rows.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/index_kernels.h"
+#include "cpu/index_two_stage.h"
 #include "fmt/format.h"
 
 namespace firn::cpu {
@@ -25,11 +26,9 @@ constexpr int64_t kTileRows = 64;
 constexpr int64_t kPieceBlocks = 8;
 // Fast scores of one round.
 constexpr int64_t kScoreBytes = int64_t{48} << 20;
+// Fewer blocks are scanned: with little to choose from, too many keys lie within the copy's bound.
+constexpr int64_t kTwoStageBlocks = 256;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-const IndexKernels& kernels_of(Isa isa) {
-  return isa >= Isa::kAvx512 ? kIndexAvx512 : isa >= Isa::kAvx2 ? kIndexAvx2 : kIndexScalar;
-}
 
 float element(const void* row, DType dtype, int64_t i) {
   return dtype == DType::kF32 ? static_cast<const float*>(row)[i] : to_float(static_cast<const Bf16*>(row)[i]);
@@ -87,7 +86,7 @@ class Selection {
  public:
   Selection(const IndexSelectParams& params, Isa isa)
       : p(params),
-        kernels(kernels_of(isa)),
+        kernels(index_kernels_of(isa)),
         dim(p.layout.index_dim),
         tiles_usable(isa >= Isa::kAmx && p.layout.dtype == DType::kBf16 && dim % 32 == 0 &&
                      p.layout.block_tokens % 16 == 0),
@@ -146,6 +145,7 @@ void Selection::score(const SelectTile& t, int64_t piece, std::byte* scratch) co
   }
   BlockMaximaArgs a;
   a.blocks = blocks;
+  a.next = first + n < t.scored ? index_block_of(*t.rows.span, first + n) : nullptr;
   a.n_blocks = n;
   a.n_keys = p.layout.block_tokens;
   a.bf16 = p.layout.dtype == DType::kBf16;
@@ -182,7 +182,8 @@ std::pair<int64_t, int64_t> Selection::decide(const SelectTile& t, int64_t r, in
   const int64_t query = r * p.heads + head;
   const double q_norm = t.q_norm[query];
   const float* scores = t.scores + query * t.scored;
-  const int64_t fast = std::min(hi, t.scored);
+  // A fast score is of a whole block; of its own one a row sees a part.
+  const int64_t fast = std::min({hi, t.scored, own_block});
   if (std::isnan(q_norm)) {
     // Every score is NaN: all maxima rank as -inf and the lower ids win.
     for (int64_t j = 0; j < places; ++j) chosen.push_back(static_cast<int32_t>(lo + j));
@@ -239,6 +240,17 @@ std::pair<int64_t, int64_t> Selection::decide(const SelectTile& t, int64_t r, in
   return {std::max<int64_t>(0, fast - lo), rescored};
 }
 
+// The fixed rule: one row and many blocks. Both ways give the same choice. Measured at 1M random keys on two cores with
+// AMX: one row takes 0.55 to 0.65 of the scan's time and 0.27 of its bytes, four rows 1.4 of its time: they share what
+// a scan reads but not what is refined.
+bool use_two_stages(const IndexSelectParams& p, const RowTile& t, Isa isa, IndexPath path) {
+  if (path == IndexPath::kScan || !two_stage_possible(p, t)) return false;
+  if (path == IndexPath::kTwoStage) return true;
+  if (t.n_rows > 1) return false;
+  const CommonBlocks common = common_blocks(p, t);
+  return isa >= Isa::kAvx2 && common.last - common.first >= kTwoStageBlocks;
+}
+
 }  // namespace
 
 int64_t index_scratch_bytes(const Ops::Limits& limits, int n_threads) {
@@ -248,8 +260,12 @@ int64_t index_scratch_bytes(const Ops::Limits& limits, int n_threads) {
   const int64_t thread = maxima_scratch_bytes(dim, tile_queries) + kPieceBlocks * tile_queries * 4 + 64;
   const int64_t all_scores = (limits.rows * heads + limits.rows) * limits.blocks * 4;
   const int64_t tile_scores = (kTileRows * heads + 1) * limits.blocks * 4;
-  return n_threads * thread + std::min(all_scores, kScoreBytes + tile_scores) +
-         round_up(limits.rows * heads, 16) * (dim * 6 + 16) + 3 * 4096;
+  const int64_t scan =
+      std::min(all_scores, kScoreBytes + tile_scores) + round_up(limits.rows * heads, 16) * (dim * 6 + 16);
+  constexpr int64_t kBlockTokens = 128, kPlaces = 256;
+  const int64_t two_stage = two_stage_bytes(std::min(limits.rows * heads, kCopyMaxQueries), dim, kBlockTokens,
+                                            std::min(limits.blocks, kPlaces), limits.blocks, n_threads);
+  return n_threads * thread + std::max(scan, two_stage) + 3 * 4096;
 }
 
 Ticket CpuOps::index_append(const IndexAppendParams& p) {
@@ -276,6 +292,7 @@ Ticket CpuOps::index_append(const IndexAppendParams& p) {
           squares += v * v;
         }
         std::memcpy(block + (slot + r) * row_bytes, key, static_cast<size_t>(row_bytes));
+        write_index_copy(key, layout.dtype == DType::kBf16, dim, block + layout.index_copy_offset(), slot + r);
         // The next float above covers the rounding to float and those of the sum. A NaN key raises nothing: its scores
         // are NaN and never count.
         const float norm =
@@ -298,7 +315,21 @@ Ticket CpuOps::index_select(const IndexSelectParams& p) {
   FIRN_CHECK(p.ids.dtype == DType::kI32 && p.ids.rows == p.q.rows && p.ids.cols == p.heads * p.topk,
              "index_select: output shape differs");
   const Selection s(p, isa_);
-  const std::vector<RowTile> tiles = cut_rows(p.spans, p.q.rows, kTileRows, 0);
+  std::vector<RowTile> tiles = cut_rows(p.spans, p.q.rows, kTileRows, 0);
+  TwoStageCounts two_stage;
+  for (RowTile& t : tiles) {
+    if (!use_two_stages(p, t, isa_, index_path_)) continue;
+    const CommonBlocks common = common_blocks(p, t);
+    std::byte* space = scratch(kScores, two_stage_bytes(t.n_rows * p.heads, p.layout.index_dim, p.layout.block_tokens,
+                                                        p.topk, common.last - common.first, team_->size()));
+    if (space == nullptr) return done();
+    if (select_two_stage(p, t, isa_, *team_, space, &two_stage)) t.n_rows = 0;
+  }
+  std::erase_if(tiles, [](const RowTile& t) { return t.n_rows == 0; });
+  stats_.index_blocks_scored += two_stage.blocks_scored;
+  stats_.index_copy_bytes += two_stage.copy_bytes;
+  stats_.index_keys_refined += two_stage.keys_refined;
+  if (tiles.empty()) return done();
   std::byte* threads = scratch(kSelect, team_->size() * s.thread_bytes());
   if (threads == nullptr) return done();
   const auto thread_scratch = [&](int thread) { return threads + thread * s.thread_bytes(); };
@@ -316,7 +347,11 @@ Ticket CpuOps::index_select(const IndexSelectParams& p) {
       t.rows = tiles[next];
       t.scored = s.scored_blocks(t.rows);
       t.padded = round_up(t.rows.n_rows * p.heads, 16);
-      if (!round.empty() && bytes + tile_bytes(t) > kScoreBytes) break;
+      // A round is a run of rows; those in between may have been chosen in two stages.
+      if (!round.empty() &&
+          (bytes + tile_bytes(t) > kScoreBytes || t.rows.row != round.back().rows.row + round.back().rows.n_rows)) {
+        break;
+      }
       t.first_piece = pieces;
       bytes += tile_bytes(t);
       pieces += (t.scored + kPieceBlocks - 1) / kPieceBlocks;
@@ -338,7 +373,7 @@ Ticket CpuOps::index_select(const IndexSelectParams& p) {
     team_->parallel_for(n_tiles, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) s.prepare(round[static_cast<size_t>(i)]);
     });
-    team_->parallel_for(pieces, 1, [&](int64_t begin, int64_t end, int thread) {
+    team_->parallel_stretches(pieces, 1, [&](int64_t begin, int64_t end, int thread) {
       for (int64_t i = begin; i < end; ++i) {
         const auto after = std::upper_bound(round.begin(), round.end(), i,
                                             [](int64_t piece, const SelectTile& t) { return piece < t.first_piece; });
@@ -372,7 +407,7 @@ Ticket CpuOps::block_scores(const BlockScoresParams& p) {
                  p.scores.dtype == DType::kF32 && p.scores.cols % p.heads == 0,
              "block_scores: shapes differ");
   const int64_t n_blocks = p.scores.cols / p.heads;
-  const IndexKernels& kernels = kernels_of(isa_);
+  const IndexKernels& kernels = index_kernels_of(isa_);
   const std::vector<RowTile> rows = cut_rows(p.spans, p.q.rows, 1, 0);
   const int64_t thread_bytes = round_up(maxima_scratch_bytes(dim, p.heads), 64) + round_up(p.heads * (dim + 1) * 4, 64);
   std::byte* threads = scratch(kSelect, team_->size() * thread_bytes);

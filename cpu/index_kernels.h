@@ -27,7 +27,8 @@ namespace firn::cpu {
 struct BlockMaximaArgs {
   const void* const* blocks = nullptr;  // n_blocks pointers to keys [n_keys, dim], rows back to back
   int64_t n_blocks = 0;
-  int64_t n_keys = 0;  // of each block
+  const void* next = nullptr;  // the block that will be read after these, or null: a place for prefetches
+  int64_t n_keys = 0;          // of each block
   bool bf16 = true;
   int64_t dim = 0;
   const float* q = nullptr;  // [n_queries][dim]
@@ -47,6 +48,8 @@ struct IndexKernels {
   // Canonical maxima of one block for n_queries queries [n_queries][dim]; scratch holds maxima_scratch_bytes().
   void (*canonical)(const void* keys, bool bf16, int64_t n_keys, int64_t dim, const float* q, int64_t n_queries,
                     void* scratch, float* out);
+  // Canonical scores of single keys for one query: out[n_keys].
+  void (*scores)(const void* keys, bool bf16, int64_t n_keys, int64_t dim, const float* q, void* scratch, float* out);
   int64_t roundings_per_dim;  // d = roundings_per_dim * n
 };
 

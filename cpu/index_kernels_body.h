@@ -78,7 +78,21 @@ inline Doubles widen_half(const float* p) {
   return __builtin_convertvector(h, Doubles);
 }
 
-// Products of bf16 or fp32 values are exact in fp64, so product and sum apart equal the fused operation.
+// Canonical scores of up to kLanes packed keys. Products of bf16 or fp32 values are exact in fp64, so product and sum
+// apart equal the fused operation.
+inline void canonical_lanes(const float* packed, int64_t dim, const float* q, float* out) {
+  Doubles low = {}, high = {};
+  for (int64_t d = 0; d < dim; ++d, packed += kLanes) {
+    const double w = q[d];
+    low = low + widen_half(packed) * w;
+    high = high + widen_half(packed + kLanes / 2) * w;
+  }
+  double sums[kLanes];
+  __builtin_memcpy(sums, &low, sizeof low);
+  __builtin_memcpy(sums + kLanes / 2, &high, sizeof high);
+  for (int64_t j = 0; j < kLanes; ++j) out[j] = static_cast<float>(sums[j]);
+}
+
 void canonical(const void* keys, bool bf16, int64_t n_keys, int64_t dim, const float* q, int64_t n_queries,
                void* scratch, float* out) {
   float* packed = static_cast<float*>(scratch);
@@ -89,21 +103,26 @@ void canonical(const void* keys, bool bf16, int64_t n_keys, int64_t dim, const f
     pack_keys_lanes(static_cast<const char*>(keys) + first * row_bytes, bf16, n, dim, packed);
     for (int64_t i = 0; i < n_queries; ++i) {
       for (int64_t g = 0; g < n; g += kLanes) {
-        Doubles low = {}, high = {};
-        const float* k = packed + g * dim;
-        for (int64_t d = 0; d < dim; ++d, k += kLanes) {
-          const double w = q[i * dim + d];
-          low = low + widen_half(k) * w;
-          high = high + widen_half(k + kLanes / 2) * w;
-        }
-        double sums[kLanes];
-        __builtin_memcpy(sums, &low, sizeof low);
-        __builtin_memcpy(sums + kLanes / 2, &high, sizeof high);
+        float scores[kLanes];
+        canonical_lanes(packed + g * dim, dim, q + i * dim, scores);
         for (int64_t j = 0; j < kLanes && g + j < n; ++j) {
-          const float score = static_cast<float>(sums[j]);
-          if (score > out[i]) out[i] = score;
+          if (scores[j] > out[i]) out[i] = scores[j];
         }
       }
+    }
+  }
+}
+
+void scores(const void* keys, bool bf16, int64_t n_keys, int64_t dim, const float* q, void* scratch, float* out) {
+  float* packed = static_cast<float*>(scratch);
+  const int64_t row_bytes = dim * (bf16 ? 2 : 4);
+  for (int64_t first = 0; first < n_keys; first += kPackKeys) {
+    const int64_t n = n_keys - first < kPackKeys ? n_keys - first : kPackKeys;
+    pack_keys_lanes(static_cast<const char*>(keys) + first * row_bytes, bf16, n, dim, packed);
+    for (int64_t g = 0; g < n; g += kLanes) {
+      float of_lanes[kLanes];
+      canonical_lanes(packed + g * dim, dim, q, of_lanes);
+      for (int64_t j = 0; j < kLanes && g + j < n; ++j) out[first + g + j] = of_lanes[j];
     }
   }
 }
@@ -114,7 +133,7 @@ constexpr int64_t kRoundingsPerDim = 1;
 constexpr int64_t kRoundingsPerDim = 2;
 #endif
 
-constexpr IndexKernels kTable = {block_maxima, canonical, kRoundingsPerDim};
+constexpr IndexKernels kTable = {block_maxima, canonical, scores, kRoundingsPerDim};
 
 }  // namespace
 }  // namespace firn::cpu

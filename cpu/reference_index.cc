@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "cpu/index_copy.h"
 #include "cpu/reference_internal.h"
 
 namespace firn::cpu {
@@ -87,6 +88,8 @@ Ticket ReferenceOps::index_append(const IndexAppendParams& p) {
       squares += v * v;
       store_element(block, layout.dtype, slot * layout.index_dim + i, v);
     }
+    write_index_copy(p.keys.row(r), layout.dtype == DType::kBf16, layout.index_dim,
+                     static_cast<char*>(block) + layout.index_copy_offset(), slot);
     // The next float above: an upper bound in spite of the roundings.
     float bound = std::nextafter(static_cast<float>(std::sqrt(squares)), std::numeric_limits<float>::infinity());
     char* at = static_cast<char*>(block) + layout.index_norm_offset();

@@ -46,8 +46,10 @@ struct KvSpan {
 };
 
 // Layout of a KV block (one layer, one group): K [block_tokens, head_dim], then V [block_tokens, head_dim].
-// Layout of an index block (one layer): keys [block_tokens, index_dim], then one float: an upper bound of the largest
-// Euclidean norm among the keys appended so far, kept by index_append.
+// Layout of an index block (one layer): keys [block_tokens, index_dim]; at index_norm_offset() one float, an upper
+// bound of the largest Euclidean norm among the keys appended so far; at index_copy_offset() a copy of the keys in 4
+// bits a dim, each key with its scale and a bound of what rounding took from it (cpu/index_copy.h). index_append keeps
+// all three; an implementation that has no use for the copy may leave it unwritten, and then nobody may read it.
 struct KvLayout {
   DType dtype = DType::kBf16;  // kBf16 or kF32, of K, V and index keys
   int64_t block_tokens = 128;
@@ -57,7 +59,10 @@ struct KvLayout {
 
   int64_t kv_block_bytes() const { return 2 * block_tokens * head_dim * static_cast<int64_t>(dtype_bytes(dtype)); }
   int64_t index_norm_offset() const { return block_tokens * index_dim * static_cast<int64_t>(dtype_bytes(dtype)); }
-  int64_t index_block_bytes() const { return index_norm_offset() + 64; }
+  int64_t index_copy_offset() const { return index_norm_offset() + 64; }
+  // Sixteen keys together: 64 bytes for every eight dims, 64 more for scales and bounds.
+  int64_t index_copy_bytes() const { return (block_tokens + 15) / 16 * ((index_dim + 7) / 8 + 1) * 64; }
+  int64_t index_block_bytes() const { return index_copy_offset() + index_copy_bytes(); }
 };
 
 // --- Parameter structs, one an operation -----------------------------------------------------------------------------

@@ -126,20 +126,26 @@ class Sequence {
   std::vector<void*> table;
 };
 
-// Every level, with one thread and with many, in one call and row by row.
+// Every level and way of reading the keys, with one thread and with many, in one call and row by row.
 void check_choice(const Sequence& sequence) {
   CAPTURE(sequence.s);
   const TestMatrix want = sequence.want();
   for (const cpu::Isa isa : levels()) {
     CAPTURE(cpu::isa_name(isa));
     Backend one(isa, 1), many(isa, 9);
-    CHECK(sequence.select(*one.ops) == want);
-    CHECK(sequence.select(*many.ops) == want);
-    TestMatrix cut(DType::kI32, sequence.s.rows, sequence.s.heads * sequence.s.topk, 2);
-    for (int64_t first = 0, n = 1; first < sequence.s.rows; first += n, n = std::min(n + 2, sequence.s.rows - first)) {
-      sequence.select(*many.ops, &cut, first, n);
+    for (const cpu::IndexPath path : {cpu::IndexPath::kScan, cpu::IndexPath::kTwoStage}) {
+      INFO((path == cpu::IndexPath::kScan ? "scan" : "two stages"));
+      one.ops->set_index_path(path);
+      many.ops->set_index_path(path);
+      CHECK(sequence.select(*one.ops) == want);
+      CHECK(sequence.select(*many.ops) == want);
+      TestMatrix cut(DType::kI32, sequence.s.rows, sequence.s.heads * sequence.s.topk, 2);
+      for (int64_t first = 0, n = 1; first < sequence.s.rows;
+           first += n, n = std::min(n + 2, sequence.s.rows - first)) {
+        sequence.select(*many.ops, &cut, first, n);
+      }
+      CHECK(cut == want);
     }
-    CHECK(cut == want);
   }
 }
 
@@ -324,6 +330,71 @@ TEST_CASE("index: the smallest and the largest numbers", "[index]") {
     }
     append_and_check(few);
   }
+}
+
+TEST_CASE("index: keys whose copy is coarse", "[index]") {
+  const Shape shape{DType::kBf16, 64, 2, 128 * 40 + 77, 2, 6, 0, 1};
+  // One dim of a key sets its scale: the others vanish in the copy, and only the bound of what was lost is right.
+  Sequence outlier(shape, 81);
+  for (int64_t t = 0; t < shape.depth; ++t) outlier.keys.set(t, t % shape.dim, t % 3 == 0 ? 300.0f : -40.0f);
+  append_and_check(outlier);
+  // The same where the query does not look at the large dim.
+  Sequence hidden(shape, 82);
+  for (int64_t t = 0; t < shape.depth; ++t) hidden.keys.set(t, 5, 5000.0f);
+  for (int64_t r = 0; r < shape.rows; ++r) {
+    for (int64_t h = 0; h < shape.heads; ++h) hidden.q.set(r, h * shape.dim + 5, 0.0f);
+  }
+  append_and_check(hidden);
+  // Keys near a few directions, as trained ones are, and queries along them.
+  Sequence clusters(shape, 83);
+  for (int64_t t = 0; t < shape.depth; ++t) {
+    for (int64_t d = 0; d < shape.dim; ++d) {
+      const double centre = clusters.keys.at(t / 700, d);
+      clusters.keys.set(t, d, static_cast<float>(8 * centre + 0.25 * clusters.keys.at(t, d)));
+    }
+  }
+  append_and_check(clusters);
+  // Norms over twenty powers of two.
+  Sequence norms(shape, 84);
+  for (int64_t t = 0; t < shape.depth; ++t) {
+    for (int64_t d = 0; d < shape.dim; ++d) {
+      norms.keys.set(t, d, static_cast<float>(std::ldexp(norms.keys.at(t, d), static_cast<int>(t * 7 % 21) - 10)));
+    }
+  }
+  append_and_check(norms);
+}
+
+TEST_CASE("index: the copy follows keys that are written again", "[index]") {
+  const Shape shape{DType::kBf16, 128, 4, 128 * 30 + 9, 1, 8, 0, 1};
+  Backend backend(levels().back());
+  Sequence sequence(shape, 91);
+  sequence.append(*backend.ops);
+  // From the middle of a block on, as after a truncation, other keys.
+  const int64_t from = 128 * 11 + 37;
+  const TestMatrix other = TestMatrix::random(DType::kBf16, shape.depth, shape.dim, 92, 2.0);
+  for (int64_t t = from; t < shape.depth; ++t) {
+    for (int64_t d = 0; d < shape.dim; ++d) sequence.keys.set(t, d, static_cast<float>(other.at(t, d)));
+  }
+  const KvSpan rest[] = {sequence.span(0, shape.depth - from, from)};
+  REQUIRE(backend.ops
+              ->wait(backend.ops->index_append(
+                  {sequence.keys.view().slice_rows(from, shape.depth - from), rest, sequence.layout}))
+              .ok());
+  check_choice(sequence);
+}
+
+TEST_CASE("index: one query over many blocks goes in two stages and reads few keys in full", "[index]") {
+  if (levels().back() < cpu::Isa::kAvx2) return;
+  const Shape shape{DType::kBf16, 128, 4, 128 * 300 + 5, 1, 16, 0, 1};
+  Backend backend(levels().back(), 2);
+  Sequence sequence(shape, 95);
+  sequence.append(*backend.ops);
+  CHECK(sequence.select(*backend.ops) == sequence.want());
+  const KernelStats& stats = backend.ops->stats();
+  const int64_t keys = shape.depth / 128 * 128;
+  CHECK(stats.index_copy_bytes == shape.depth / 128 * sequence.layout.index_copy_bytes());
+  CHECK(stats.index_keys_refined > 0);
+  CHECK(stats.index_keys_refined < keys / 4);  // random keys, four heads: about 8 %
 }
 
 TEST_CASE("index: NaN and infinite keys and queries", "[index]") {
