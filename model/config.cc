@@ -689,7 +689,8 @@ int64_t ModelConfig::kv_bytes_per_token(DType dtype) const {
 }
 
 int64_t ModelConfig::index_bytes_per_token(DType dtype) const {
-  return n_sparse() * index_dim * static_cast<int64_t>(dtype_bytes(dtype));
+  const KvLayout layout = kv_layout(dtype);
+  return n_sparse() * (index_dim * static_cast<int64_t>(dtype_bytes(dtype)) + layout.index_copy_bytes() / block_tokens);
 }
 
 Result<ModelConfig> ModelConfig::parse(std::string_view config_json, std::string_view generation_json) {

@@ -66,7 +66,7 @@ struct ModelConfig {
   int64_t n_moe() const;
   KvLayout kv_layout(DType dtype) const;
   int64_t kv_bytes_per_token(DType dtype) const;     // K and V, all layers
-  int64_t index_bytes_per_token(DType dtype) const;  // index keys, sparse layers
+  int64_t index_bytes_per_token(DType dtype) const;  // index keys and their low-bit copy, sparse layers
 
   // The fuzzed entry point. `generation` is generation_config.json's text or empty.
   static Result<ModelConfig> parse(std::string_view config_json, std::string_view generation_json = {});

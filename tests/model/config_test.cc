@@ -87,7 +87,7 @@ TEST_CASE("the tiny checkpoint's config is read as its table says", "[config]") 
   CHECK(c.vision.present);
   CHECK(c.vision.projector_hidden == 192);
   CHECK(c.kv_bytes_per_token(DType::kBf16) == 5 * 2 * 2 * 64 * 2);
-  CHECK(c.index_bytes_per_token(DType::kBf16) == 4 * 64 * 2);
+  CHECK(c.index_bytes_per_token(DType::kBf16) == 4 * (64 * 2 + 36));  // keys and their copy
 }
 
 TEST_CASE("rotary width: either spelling, both, nested, and re-saved forms mean the same", "[config]") {
