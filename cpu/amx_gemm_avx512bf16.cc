@@ -4,23 +4,11 @@
 // loads for them 32; converting MXFP8 takes 14 vector instructions for 64 weights on two ports, 112 cycles. Done one
 // after the other that would be 176, interleaved it is 112; the more input rows, the more of it hides.
 #include "cpu/amx_gemm.h"
+#include "cpu/matrix_tiles.h"
 #include "cpu/weight_units.h"
-
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header writes "undefined" vectors as self-initialised ones and then warns of them where they are
-// inlined.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-
-#define FIRN_AMX __attribute__((target("amx-tile,amx-bf16")))
 
 namespace firn::cpu {
 namespace {
-
-constexpr int64_t kTile = 16;
-constexpr int64_t kTileBytes = 1024;
 
 // A converted block: kGroup weight tiles by kDims inputs. Two tiles share every load of inputs, and their block stays
 // in the first-level cache while all input rows pass. One tile is for up to 16 input rows, when memory decides: half a
@@ -33,41 +21,7 @@ struct Block {
   static constexpr int64_t kBytes = kGroup * kTile * kRowBytes;
 };
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// 16 x 16 words, rows become columns.
-inline void transpose(__m512 r[16]) {
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int g = 0; g < 16; g += 4) {
-    b[g] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[g]), _mm512_castps_pd(a[g + 2])));
-    b[g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[g]), _mm512_castps_pd(a[g + 2])));
-    b[g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[g + 1]), _mm512_castps_pd(a[g + 3])));
-    b[g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[g + 1]), _mm512_castps_pd(a[g + 3])));
-  }
-  // b[4g + j], lane l: column 4l + j of rows 4g to 4g + 3.
-  for (int j = 0; j < 4; ++j) {
-    const __m512 even_low = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88);
-    const __m512 odd_low = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xDD);
-    const __m512 even_high = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88);
-    const __m512 odd_high = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xDD);
-    r[j] = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
-    r[8 + j] = _mm512_shuffle_f32x4(even_low, even_high, 0xDD);
-    r[4 + j] = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
-    r[12 + j] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xDD);
-  }
-}
 
 inline __mmask16 first_words(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 
@@ -80,13 +34,13 @@ void pack_x(const uint16_t* x, int64_t stride, int64_t m, int64_t k, int64_t col
   const __mmask16 mask = first_words(columns);
   for (int64_t first = 0; first < m; first += columns) {
     for (int64_t d = 0; d < k; d += kAmxDims) {
-      __m512 r[16];
+      __m512i r[16];
       for (int64_t i = 0; i < kTile; ++i) {
-        r[i] = i < columns && first + i < m ? _mm512_loadu_ps(x + (first + i) * stride + d) : _mm512_setzero_ps();
+        r[i] = i < columns && first + i < m ? _mm512_loadu_si512(x + (first + i) * stride + d) : _mm512_setzero_si512();
       }
-      transpose(r);
+      transpose_words(r);
       for (int64_t i = 0; i < kTile; ++i, to += columns * 4) {
-        _mm512_mask_storeu_ps(to, mask, r[pair_at(i, fp4)]);
+        _mm512_mask_storeu_epi32(to, mask, r[pair_at(i, fp4)]);
       }
     }
   }
@@ -221,10 +175,12 @@ FIRN_AMX FIRN_INLINE void store_sums(float* c, int64_t columns) {
 inline void put(const float* c, int64_t columns, int64_t rows, float factor, float* out, int64_t out_stride) {
   const __m512 by = _mm512_set1_ps(factor);
   const __mmask16 mask = first_words(columns);
-  __m512 r[16];
-  for (int64_t i = 0; i < kTile; ++i) r[i] = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, c + i * columns), by);
-  transpose(r);
-  for (int64_t i = 0; i < rows; ++i) _mm512_storeu_ps(out + i * out_stride, r[i]);
+  __m512i r[16];
+  for (int64_t i = 0; i < kTile; ++i) {
+    r[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask, c + i * columns), by));
+  }
+  transpose_words(r);
+  for (int64_t i = 0; i < rows; ++i) _mm512_storeu_si512(out + i * out_stride, r[i]);
 }
 
 template <int kW, int kX, int kRows, class Units, class B>
@@ -232,7 +188,7 @@ FIRN_AMX void pass(const AmxGemmArgs& a, const char* w, const char* x, int64_t s
                    const NextRows& next) {
   const int64_t columns = a.columns, x_step = a.k / kAmxDims * columns * 64;
   const bool keep = a.m <= 2 * kTile;  // up to 32 rows are one pass a block: the sums stay where they are
-  // The compiler does not know what tile loads read: without this, stores of a block could move past them.
+  // Stores of the block stay before the tile loads, tile stores before what reads the sums.
   __asm__ volatile("" ::: "memory");
   if (first) {
     zero_sums<kW, kX>();

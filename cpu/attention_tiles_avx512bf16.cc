@@ -16,22 +16,12 @@
 #include "cpu/attention_tiles.h"
 
 #include "cpu/attention_exp.h"
-
-#define FIRN_AMX __attribute__((target("amx-tile,amx-bf16")))
-#define FIRN_INLINE inline __attribute__((always_inline))
+#include "cpu/matrix_tiles.h"
 
 namespace firn::cpu {
 namespace {
 
-constexpr int64_t kTile = 16, kGroupKeys = 32, kTileBytes = 1024, kLine = 64;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
+constexpr int64_t kGroupKeys = 32, kLine = 64;
 
 enum Statistic { kLargest, kEven, kOdd, kM, kKeep, kTake, kStatistics };  // 16 floats each
 
@@ -50,35 +40,6 @@ struct Slot {
   float* words = nullptr;  // [16][16]: the first half of a transposition
   float* stats[2] = {};    // [kStatistics][16]
 };
-
-// 16 x 16 words, rows become columns.
-FIRN_INLINE void transpose_words(__m512i r[16]) {
-  __m512i a[16], b[16];
-  FIRN_UNROLL
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  FIRN_UNROLL
-  for (int g = 0; g < 16; g += 4) {
-    b[g] = _mm512_unpacklo_epi64(a[g], a[g + 2]);
-    b[g + 1] = _mm512_unpackhi_epi64(a[g], a[g + 2]);
-    b[g + 2] = _mm512_unpacklo_epi64(a[g + 1], a[g + 3]);
-    b[g + 3] = _mm512_unpackhi_epi64(a[g + 1], a[g + 3]);
-  }
-  // Quarter l of b[4g + j] holds column 4l + j of rows 4g to 4g + 3.
-  FIRN_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88);
-    const __m512i odd_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xDD);
-    const __m512i even_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
-    const __m512i odd_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xDD);
-    r[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-    r[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
-    r[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-    r[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
-  }
-}
 
 // [dim tile of 32][pair of dims][query][2]
 void pack_queries(const void* q, int64_t stride, int64_t first, int64_t n, int64_t dim, void* out) {

@@ -2,31 +2,15 @@
 //
 // Keys are the left factor, so nothing of them is repacked; queries are packed once a call, pairs of dims interleaved,
 // as the right factor. A product tile holds [16 keys][16 queries], so a maximum over keys is one vector operation a
-// row. Each call configures the tiles and releases them: other users of tiles (oneDNN) on the same thread do likewise.
+// row.
 #include "cpu/index_kernels.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header writes "undefined" vectors as self-initialised ones and then warns of them where they are
-// inlined.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
+#include "cpu/matrix_tiles.h"
 
 namespace firn::cpu {
 namespace {
 
-constexpr int64_t kTile = 16;      // keys, queries and pairs of dims a tile
 constexpr int64_t kTileDims = 32;  // bf16 a row of a tile
-constexpr int64_t kTileBytes = 1024;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
 
 int64_t packed_query_bytes(int64_t dim, int64_t n_queries) {
   return (n_queries + kTile - 1) / kTile * (dim / kTileDims) * kTileBytes;
@@ -66,8 +50,7 @@ struct Stream {
 };
 
 // Asks for `bytes` bytes at `at` bytes from the start of the block or, past its end, of the next one.
-// Always inlined: GCC 12 judges a function that only prefetches free of effects and drops its calls.
-__attribute__((always_inline)) inline void ask(const Stream& s, int64_t at, int64_t bytes) {
+FIRN_INLINE void ask(const Stream& s, int64_t at, int64_t bytes) {
   const char* from = s.keys + at;
   if (at >= s.bytes) {
     if (s.next == nullptr || at >= 2 * s.bytes) return;
@@ -75,9 +58,6 @@ __attribute__((always_inline)) inline void ask(const Stream& s, int64_t at, int6
   }
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
 }
-
-// The file's flags stop short of AMX, so whatever uses tiles names it.
-#define FIRN_AMX __attribute__((target("amx-tile,amx-bf16")))
 
 // One tile of queries.
 FIRN_AMX inline void maxima_one(const Stream& s, int64_t n_keys, int64_t dim, const char* q, float* c, float* out) {

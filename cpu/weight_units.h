@@ -5,18 +5,9 @@
 // would leave bf16's normal numbers, and the instructions that multiply bf16 read subnormal numbers as zero.
 #pragma once
 
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header writes "undefined" vectors as self-initialised ones and then warns of them where they are
-// inlined.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-
 #include <cstdint>
 
-// GCC 12 removes calls of a function that only prefetches unless it is inlined before it is judged free of effects.
-#define FIRN_INLINE inline __attribute__((always_inline))
+#include "cpu/matrix_tiles.h"
 
 namespace firn::cpu {
 namespace {
