@@ -62,15 +62,12 @@ FIRN_INLINE void dot_block(const Bf16DotArgs& a, int64_t r) {
 }
 
 // The FP4 formats, 32 weights at once.
-struct Nvfp4Scales {
-  static constexpr int64_t kGroup = 16;
-  // 16 values, each twice in a row when spread.
-  static FIRN_INLINE __m512 values(const uint8_t* scales, __mmask16 mask) {
-    const __m256i words = _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(mask, scales));
-    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xBFFF)));
-    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
-  }
-};
+// The values of 16 scale bytes (E4M3).
+FIRN_INLINE __m512 nvfp4_scales(const uint8_t* scales) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xBFFF)));
+  return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+}
 
 struct Fp4Constants {
   __m512i codes, first, step;
@@ -121,7 +118,7 @@ FIRN_INLINE void dot_block_fp4(const Bf16DotArgs& a, const Fp4Constants& c, int6
       if (k % 1024 == 0) prefetch(so + scales_ahead);
       __m512 values;
       if (kNv) {
-        values = Nvfp4Scales::values(so, 0xFFFF);
+        values = nvfp4_scales(so);
       }
       __m512i at = c.first;
 #pragma GCC unroll 8
