@@ -39,8 +39,10 @@ inline __m512 raise_by_rows(__m512 largest, const float* c) {
 }
 
 // Tile loads take lines 256 bytes apart, which the hardware does not see as the one stream they are; keys are therefore
-// asked for in the order of their addresses, this many ahead: 16 KiB at dim 128.
-constexpr int64_t kKeysAhead = 64;
+// asked for in the order of their addresses, this many ahead (4 KiB at dim 128) and a few lines at a time between the
+// tile loads. One core, GB/s where plain reading gives 17.9: nothing asked for 11.3; 16 KiB ahead 11.6, in bursts of
+// two KiB 12.2; 4 KiB ahead 13.5.
+constexpr int64_t kKeysAhead = 16;
 
 // Keys in the order a thread reads them: this block's, then the next one's.
 struct Stream {
@@ -69,14 +71,18 @@ FIRN_AMX inline void maxima_one(const Stream& s, int64_t n_keys, int64_t dim, co
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t d = 0; d < dim / kTileDims; ++d) {
-      ask(s, (t + kKeysAhead) * row_bytes + d * 2 * kTileBytes, 2 * kTileBytes);
+      const int64_t at = (t + kKeysAhead) * row_bytes + d * 2 * kTileBytes;
+      ask(s, at, kTileBytes / 2);
       _tile_loadd(6, q + d * kTileBytes, 64);
+      ask(s, at + kTileBytes / 2, kTileBytes / 2);
       _tile_loadd(4, first + d * 64, row_bytes);
       _tile_dpbf16ps(0, 4, 6);
+      ask(s, at + kTileBytes, kTileBytes / 2);
       if (pair) {
         _tile_loadd(5, first + kTile * row_bytes + d * 64, row_bytes);
         _tile_dpbf16ps(1, 5, 6);
       }
+      ask(s, at + kTileBytes / 2 * 3, kTileBytes / 2);
     }
     _tile_stored(0, c, 64);
     if (pair) _tile_stored(1, c + 256, 64);
