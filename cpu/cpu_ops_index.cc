@@ -241,7 +241,7 @@ std::pair<int64_t, int64_t> Selection::decide(const SelectTile& t, int64_t r, in
 }
 
 // The fixed rule: one row and many blocks. Both ways give the same choice. Measured at 1M random keys on two cores with
-// AMX: one row takes 0.55 to 0.65 of the scan's time and 0.27 of its bytes, four rows 1.4 of its time: they share what
+// AMX: one row takes 0.52 to 0.55 of the scan's time and 0.27 of its bytes, four rows 1.4 of its time: they share what
 // a scan reads but not what is refined.
 bool use_two_stages(const IndexSelectParams& p, const RowTile& t, Isa isa, IndexPath path) {
   if (path == IndexPath::kScan || !two_stage_possible(p, t)) return false;

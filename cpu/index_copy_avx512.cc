@@ -24,7 +24,7 @@ inline __m512i broadcast4(const int8_t* p) {
 // Always inlined: GCC 12 judges a function that only prefetches free of effects and drops its calls.
 __attribute__((always_inline)) inline void prefetch(const void* base, int64_t at, int64_t bytes) {
   if (base == nullptr) return;
-  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(base) + at + i, _MM_HINT_T0);
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(base) + at + i, _MM_HINT_T1);
 }
 
 // Upper ends of one group and its part of the maxima.
