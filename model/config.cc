@@ -656,7 +656,10 @@ Status apply_generation(std::string_view text, ModelConfig& config) {
   return reader.status();
 }
 
-Status check_token_ids(const ModelConfig& config) {
+Status check_token_ids(ModelConfig& config) {
+  // A text-only cut of the model keeps the lines that name image and video tokens; without a tower nothing meets them.
+  if (!config.vision.present && config.image_id >= config.vocab) config.image_id = -1;
+  if (!config.vision.present && config.video_id >= config.vocab) config.video_id = -1;
   const std::pair<const char*, int32_t> ids[] = {{"bos_token_id", config.bos_id},
                                                  {"eos_token_id", config.eos_id},
                                                  {"image_token_index", config.image_id},

@@ -324,6 +324,21 @@ TEST_CASE("generation defaults come from their own file", "[config]") {
   CHECK_FALSE(with(R"({"eos_token_id": 1344})").ok());  // outside the vocabulary
 }
 
+TEST_CASE("image and video tokens matter only beside a vision tower", "[config]") {
+  Json json = tiny();
+  json["image_token_index"] = 200025;
+  json["video_token_index"] = 200026;
+  const auto with_tower = ModelConfig::parse(json.dump());
+  REQUIRE_FALSE(with_tower.ok());
+  CHECK(with_tower.status().message().find("image_token_index 200025 is outside the vocabulary") != std::string::npos);
+  json.erase("vision_config");
+  const auto text_only = ModelConfig::parse(json.dump());
+  INFO(text_only.status().message());
+  REQUIRE(text_only.ok());
+  CHECK(text_only->image_id == -1);
+  CHECK(text_only->video_id == -1);
+}
+
 TEST_CASE("opening names the file that is not there", "[config]") {
   test::TempFolder folder;
   const auto none = ModelConfig::open(storage::FileSystem::real(), folder.path());
