@@ -46,6 +46,8 @@ target_link_libraries(firn_dep_openmp INTERFACE OpenMP::OpenMP_CXX)
 
 firn_pkg(hwloc libhwloc-dev "topology: cores, NUMA nodes" hwloc)
 firn_pkg(pcre2 libpcre2-dev "the tokenizer's split expression" libpcre2-8)
+firn_pkg(uring liburing-dev "reads in the background" liburing)
+firn_pkg(zstd libzstd-dev "compression of cold blocks and traces" libzstd)
 firn_pkg(edit libedit-dev "line editing in the chat" libedit)
 firn_header(utf8proc libutf8proc-dev "Unicode normalisation" utf8proc.h utf8proc)
 firn_header(xxhash libxxhash-dev "checksums and logits hashes" xxhash.h xxhash)

@@ -131,7 +131,8 @@ Result<std::unique_ptr<File>> FaultyFileSystem::open(const std::string& path, Op
   }
   FIRN_ASSIGN(auto inner, inner_.open(path, mode));
   std::string refusal;
-  if (mode == OpenMode::kReadDirect && next(FaultKind::kDirectRefused, path) != nullptr) {
+  if ((mode == OpenMode::kReadDirect || mode == OpenMode::kUpdate) &&
+      next(FaultKind::kDirectRefused, path) != nullptr) {
     refusal = "the file system refuses O_DIRECT (injected fault)";
   }
   return std::unique_ptr<File>(std::make_unique<FaultyFile>(*this, std::move(inner), std::move(refusal)));

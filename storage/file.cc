@@ -113,9 +113,9 @@ int64_t told_alignment([[maybe_unused]] int fd) {
   return -1;
 }
 
-DirectProbe probe_direct(const std::string& path) {
+DirectProbe probe_direct(const std::string& path, int access) {
   DirectProbe probe;
-  Descriptor fd(open_retrying(path, O_RDONLY | O_DIRECT, 0));
+  Descriptor fd(open_retrying(path, access | O_DIRECT, 0));
   if (!fd.valid()) {
     probe.refusal = fmt::format("the file system refuses O_DIRECT ({})", error_text(errno));
     return probe;
@@ -151,12 +151,13 @@ DirectProbe probe_direct(const std::string& path) {
 
 class PosixFile : public File {
  public:
-  PosixFile(std::string path, Descriptor fd, DirectProbe direct)
-      : path_(std::move(path)), fd_(std::move(fd)), direct_(std::move(direct)) {}
+  PosixFile(std::string path, Descriptor fd, DirectProbe direct, bool writable)
+      : path_(std::move(path)), fd_(std::move(fd)), direct_(std::move(direct)), writable_direct_(writable) {}
 
   const std::string& path() const override { return path_; }
   int64_t direct_alignment() const override { return direct_.alignment; }
   std::string direct_refusal() const override { return direct_.refusal; }
+  int descriptor() const override { return direct_.alignment > 0 ? direct_.fd.get() : fd_.get(); }
 
   Result<int64_t> size() const override {
     struct stat info {};
@@ -182,9 +183,17 @@ class PosixFile : public File {
 
   Status write_at(int64_t offset, std::span<const std::byte> in) override {
     size_t done = 0;
+    const auto mask = static_cast<uint64_t>(direct_.alignment - 1);
+    bool direct = direct_.alignment > 0 && writable_direct_ &&
+                  ((static_cast<uint64_t>(offset) | in.size() | reinterpret_cast<uintptr_t>(in.data())) & mask) == 0;
     while (done < in.size()) {
       const size_t want = std::min<size_t>(in.size() - done, kMaxCallBytes);
-      const ssize_t n = ::pwrite(fd_.get(), in.data() + done, want, offset + static_cast<int64_t>(done));
+      const int fd = direct ? direct_.fd.get() : fd_.get();
+      const ssize_t n = ::pwrite(fd, in.data() + done, want, offset + static_cast<int64_t>(done));
+      if (direct && (n < 0 ? errno == EINVAL : (static_cast<uint64_t>(n) & mask) != 0)) {
+        direct = false;  // the rest is not aligned any more, or the file system changed its mind
+        if (n < 0) continue;
+      }
       if (n < 0 && errno == EINTR) continue;
       // A write of 0 bytes without an error is not defined for regular files; it must not become an endless loop.
       if (n <= 0) {
@@ -228,6 +237,7 @@ class PosixFile : public File {
   std::string path_;
   Descriptor fd_;
   DirectProbe direct_;
+  const bool writable_direct_;  // direct_.fd may be written to
 };
 
 class RealFileSystem : public FileSystem {
@@ -266,7 +276,8 @@ Status read_exactly(const std::string& path, int64_t offset, std::span<std::byte
 }
 
 Result<std::unique_ptr<File>> open_file(const std::string& path, OpenMode mode) {
-  const bool create = mode == OpenMode::kCreate;
+  const bool update = mode == OpenMode::kUpdate;
+  const bool create = mode == OpenMode::kCreate || update;
   if (path.empty()) return invalid("an empty file name");
   if (path.find('\0') != std::string::npos) return invalid("a file name with a zero byte in it");
   struct stat info {};
@@ -277,7 +288,7 @@ Result<std::unique_ptr<File>> open_file(const std::string& path, OpenMode mode) 
   } else if (!(create && errno == ENOENT)) {
     return errno_status(errno, path, create ? "creating it" : "opening it");
   }
-  Descriptor fd(open_retrying(path, create ? O_RDWR | O_CREAT | O_TRUNC : O_RDONLY, 0644));
+  Descriptor fd(open_retrying(path, create ? O_RDWR | O_CREAT | (update ? 0 : O_TRUNC) : O_RDONLY, 0644));
   if (!fd.valid()) {
     // For a new file ENOENT is about the folder.
     if (create && errno == ENOENT) {
@@ -288,8 +299,8 @@ Result<std::unique_ptr<File>> open_file(const std::string& path, OpenMode mode) 
   if (::fstat(fd.get(), &info) != 0) return errno_status(errno, path, "asking what it is");
   FIRN_TRY(refuse_kind(path, info.st_mode));
   DirectProbe direct;
-  if (mode == OpenMode::kReadDirect) direct = probe_direct(path);
-  return std::unique_ptr<File>(std::make_unique<PosixFile>(path, std::move(fd), std::move(direct)));
+  if (mode == OpenMode::kReadDirect || update) direct = probe_direct(path, update ? O_RDWR : O_RDONLY);
+  return std::unique_ptr<File>(std::make_unique<PosixFile>(path, std::move(fd), std::move(direct), update));
 }
 
 FileSystem& FileSystem::real() {

@@ -28,6 +28,9 @@ class File {
   virtual int64_t direct_alignment() const = 0;  // 0: buffered
   // Why a file asked for with kReadDirect is buffered after all, in words; empty otherwise.
   virtual std::string direct_refusal() const { return {}; }
+  // The descriptor that read_some_at reads from, for queues of the kernel's own; -1 where reads must go through this
+  // object (a FaultyFile).
+  virtual int descriptor() const { return -1; }
   virtual Status write_at(int64_t offset, std::span<const std::byte> in) = 0;
   // Sets the length; new bytes are a hole that reads as zero.
   virtual Status resize(int64_t bytes);
@@ -39,7 +42,10 @@ class File {
 Status read_exactly(const std::string& path, int64_t offset, std::span<std::byte> out,
                     const std::function<Result<int64_t>(int64_t, std::span<std::byte>)>& some);
 
-enum class OpenMode : uint8_t { kRead, kReadDirect, kCreate };  // kReadDirect falls back to buffered; ask the alignment
+// kReadDirect falls back to buffered; ask the alignment. kCreate: a new file, or an old one emptied. kUpdate: a file
+// that is there or is made, its content kept; reads as kReadDirect, and writes that are aligned go past the page cache
+// too.
+enum class OpenMode : uint8_t { kRead, kReadDirect, kCreate, kUpdate };
 
 // Refuses directories, FIFOs, sockets and devices by name before opening them (a FIFO would block).
 Result<std::unique_ptr<File>> open_file(const std::string& path, OpenMode mode);
