@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <future>
 #include <mutex>
@@ -16,6 +15,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "model/weight_codes.h"
 #include "model/weights.h"
 #include "runtime/thread_team.h"
 #include "storage/loader.h"
@@ -26,7 +26,6 @@ namespace {
 using storage::TensorInfo;
 
 constexpr int64_t kAlign = 64;
-constexpr int64_t kScanPiece = int64_t{1} << 16;
 constexpr int64_t kBatchBytes = int64_t{256} << 20;
 // formats.md 4.4: a typical largest weight lies between these; the wrong direction of a global scale is off by its
 // square.
@@ -34,72 +33,14 @@ constexpr double kSmallestTypicalMax = 1e-3, kLargestTypicalMax = 1e1;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// What the bytes of a tensor must not be.
-enum class Check : uint8_t { kNone, kE8m0Scale, kE4m3Scale, kE4m3Data };
-
-bool bad_code(Check check, uint8_t code) {
-  switch (check) {
-    case Check::kE8m0Scale:
-      return code == 0xFF;
-    case Check::kE4m3Scale:
-      return code >= 0x7F;
-    case Check::kE4m3Data:
-      return (code & 0x7F) == 0x7F;
-    case Check::kNone:
-      break;
-  }
-  return false;
-}
-
-// Position of the first bad code, or -1. The inner loop has no branch, so that compilers make it wide.
-template <typename Bad>
-int64_t scan(const uint8_t* p, int64_t n, Bad bad) {
-  for (int64_t begin = 0; begin < n; begin += kScanPiece) {
-    const int64_t end = std::min(n, begin + kScanPiece);
-    unsigned any = 0;
-    for (int64_t i = begin; i < end; ++i) any |= static_cast<unsigned>(bad(p[i]));
-    if (any == 0) continue;
-    for (int64_t i = begin; i < end; ++i) {
-      if (bad(p[i])) return i;
-    }
-  }
-  return -1;
-}
-
-int64_t first_bad(Check check, const uint8_t* p, int64_t n) {
-  switch (check) {
-    case Check::kE8m0Scale:
-      return scan(p, n, [](uint8_t c) { return c == 0xFF; });
-    case Check::kE4m3Scale:
-      return scan(p, n, [](uint8_t c) { return c >= 0x7F; });
-    case Check::kE4m3Data:
-      return scan(p, n, [](uint8_t c) { return (c & 0x7F) == 0x7F; });
-    case Check::kNone:
-      break;
-  }
-  return -1;
-}
-
 struct Placed {
-  const TensorInfo* tensor;
-  const uint8_t* data;
-  Check check;
+  const FoundSlot* slot;
+  const uint8_t* data;  // of the weights, or of the scales
+  bool scales;
 };
 
-Status describe_bad(const Placed& placed, int64_t at) {
-  const TensorInfo& t = *placed.tensor;
-  const uint8_t code = placed.data[at];
-  FIRN_CHECK(bad_code(placed.check, code));
-  const int64_t cols = t.shape.empty() ? 1 : std::max<int64_t>(t.shape.back(), 1);
-  const char* what = placed.check == Check::kE8m0Scale  ? "scale byte 255 is NaN (E8M0); expected 0 to 254"
-                     : placed.check == Check::kE4m3Data ? "is an E4M3 NaN; expected a number"
-                                                        : "is not a positive E4M3 number; a scale must be 0x00 to 0x7E";
-  return corrupt(fmt::format("{}: code 0x{:02X} at [{}, {}] {}; the file is damaged or was converted wrongly", t.name,
-                             code, at / cols, at % cols, what));
-}
-
 // Looks at every placed tensor, several at a time.
-Status check_codes(const std::vector<Placed>& placed, int n_threads, const std::atomic<bool>* cancel) {
+Status check_all_codes(const std::vector<Placed>& placed, int n_threads, const std::atomic<bool>* cancel) {
   std::atomic<size_t> next{0};
   std::mutex mutex;  // guards `first` and `first_at`
   Status first;
@@ -107,12 +48,13 @@ Status check_codes(const std::vector<Placed>& placed, int n_threads, const std::
   const auto work = [&] {
     for (size_t i = next.fetch_add(1); i < placed.size(); i = next.fetch_add(1)) {
       if (cancel != nullptr && cancel->load(std::memory_order_relaxed)) return;
-      const int64_t at = first_bad(placed[i].check, placed[i].data, placed[i].tensor->bytes);
-      if (at < 0) continue;
+      const auto* bytes = reinterpret_cast<const std::byte*>(placed[i].data);
+      Status status = placed[i].scales ? check_scale_codes(*placed[i].slot, bytes) : check_weight_codes(*placed[i].slot, bytes);
+      if (status.ok()) continue;
       const std::lock_guard<std::mutex> lock(mutex);
       if (i < first_at) {
         first_at = i;
-        first = describe_bad(placed[i], at);
+        first = std::move(status);
       }
     }
   };
@@ -178,7 +120,7 @@ class Loader {
       done += bytes;
       checking = std::async(std::launch::async, [batch = std::move(batch), threads, this] {
         unpin_this_thread();
-        return check_codes(batch, threads, options_.cancel);
+        return check_all_codes(batch, threads, options_.cancel);
       });
     }
     if (checking.valid()) FIRN_TRY(checking.get());
@@ -201,7 +143,7 @@ class Loader {
     for (int64_t l = 0; l < config_.layers; ++l) units_.push_back({fmt::format("layer {}", l), {}, false});
     for (const FoundSlot& found : survey_.found) {
       const Slot& slot = *found.slot;
-      if (slot.role == Role::kVision) continue;
+      if (slot.role == Role::kVision || (slot.expert >= 0 && !options_.experts)) continue;
       if (slot.layer < 0) {
         units_[0].slots.push_back(&found);
       } else if (slot.expert < 0) {
@@ -215,10 +157,10 @@ class Loader {
     }
   }
 
-  void range(const TensorInfo& t, uint8_t* dst, Check check) {
+  void range(const FoundSlot& f, const TensorInfo& t, uint8_t* dst, bool checked) {
     if (t.bytes == 0) return;
     ranges_.push_back({t.shard, t.file_offset, t.bytes, dst});
-    if (check != Check::kNone) placed_.push_back({&t, dst, check});
+    if (checked) placed_.push_back({&f, dst, &t == f.scales});
   }
 
   static int64_t data_room(const FoundSlot& f) {
@@ -245,11 +187,11 @@ class Loader {
         const int64_t room = data_room(*f);
         // A bf16 bias is read into the second half of its room and widened in place from the front.
         uint8_t* const dst = place.data + (room - f->data->bytes);
-        range(*f->data, dst, f->format == WeightFormat::kMxfp8 ? Check::kE4m3Data : Check::kNone);
+        range(*f, *f->data, dst, f->format == WeightFormat::kMxfp8);
         at += aligned(room);
         if (f->scales != nullptr) {
           place.scales = base + at;
-          range(*f->scales, place.scales, f->format == WeightFormat::kNvfp4 ? Check::kE4m3Scale : Check::kE8m0Scale);
+          range(*f, *f->scales, place.scales, true);
           at += aligned(f->scales->bytes);
         }
         if (f->scalar != nullptr) {
@@ -266,7 +208,9 @@ class Loader {
 
   int64_t survey_bytes() const {
     int64_t bytes = 0;
-    for (const FoundSlot& f : survey_.found) bytes += f.slot->role == Role::kVision ? 0 : f.bytes;
+    for (const FoundSlot& f : survey_.found) {
+      if (f.slot->role != Role::kVision && (f.slot->expert < 0 || options_.experts)) bytes += f.bytes;
+    }
     return bytes;
   }
 
@@ -306,15 +250,7 @@ class Loader {
     view->data = place.data;
     view->scales = place.scales;
     if (f.scalar != nullptr) {
-      const float v = place.scalar;
-      if (!(std::isfinite(v) && v > 0)) {
-        return corrupt(
-            fmt::format("{}: the scale of the whole matrix must be a positive number, found {}", f.scalar->name, v));
-      }
-      view->tensor_scale = f.scalar_inverse ? 1.0f / v : v;
-      if (!(std::isfinite(view->tensor_scale) && view->tensor_scale > 0)) {
-        return corrupt(fmt::format("{}: {} has no usable inverse", f.scalar->name, v));
-      }
+      FIRN_ASSIGN(view->tensor_scale, usable_tensor_scale(f, place.scalar));
       note_maximum(f, *view);
     }
     return {};

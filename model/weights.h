@@ -150,6 +150,7 @@ struct Weights {
 };
 
 struct LoadOptions {
+  bool experts = true;  // false: without the routed experts (their views stay empty): an ExpertStore brings them
   int n_readers = 4;
   bool direct = true;
   std::function<void(int64_t, int64_t)> progress;
