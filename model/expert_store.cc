@@ -231,17 +231,14 @@ bool ExpertWalk::release_ahead() {
   return any;
 }
 
-void ExpertWalk::run_ahead(Status* status) {
+Status ExpertWalk::ask() {
   for (; next_ < ids_.size(); ++next_) {
     if (done_[next_] || pins_[next_]) continue;
-    auto pin = store_->cache().acquire(store_->key(layer_, ids_[next_]));
-    if (!pin.ok()) {
-      *status = pin.status();
-      return;
-    }
-    if (!pin->has_value()) return;
-    pins_[next_] = std::move(**pin);
+    FIRN_ASSIGN(auto pin, store_->cache().acquire(store_->key(layer_, ids_[next_])));
+    if (!pin.has_value()) break;
+    pins_[next_] = std::move(*pin);
   }
+  return {};
 }
 
 Status ExpertWalk::each(std::span<const int32_t> ids, bool keep_last,
@@ -265,9 +262,7 @@ Status ExpertWalk::each(std::span<const int32_t> ids, bool keep_last,
   std::vector<size_t> which;
   bool reclaimed = false;
   while (left > 0) {
-    Status status;
-    run_ahead(&status);
-    FIRN_TRY(status);
+    FIRN_TRY(ask());
     batch.clear();
     which.clear();
     size_t waiting = ids_.size();
@@ -310,9 +305,7 @@ Status ExpertWalk::each(std::span<const int32_t> ids, bool keep_last,
     }
     while (first_ < ids_.size() && done_[first_]) ++first_;
   }
-  Status status;
-  run_ahead(&status);  // the disk works while the caller computes something else
-  return status;
+  return ask();  // the disk works while the caller computes something else
 }
 
 }  // namespace firn::model

@@ -45,8 +45,10 @@ class ExpertStore final : private storage::SlotSource {
   ExpertWeights weights(int64_t layer, int64_t expert, const std::byte* slot) const;
   int64_t bytes(int64_t layer, int64_t expert) const;  // as stored, without padding
 
-  // Asks for an expert on a guess.
-  void prefetch(int64_t layer, int64_t expert, storage::Cause cause) { cache_->prefetch(key(layer, expert), cause); }
+  // Asks for an expert on a guess; false: it is there, or there is no room for guesses.
+  bool prefetch(int64_t layer, int64_t expert, storage::Cause cause) {
+    return cache_->prefetch(key(layer, expert), cause);
+  }
 
  private:
   friend class ExpertWalk;
@@ -96,11 +98,12 @@ class ExpertWalk {
   // Hands each of `ids` (ascending, the next of the pass; the last may come again) to compute() exactly once, those
   // that are there first, the rest as they arrive, several at a time. `keep_last`: the last one is needed again.
   Status each(std::span<const int32_t> ids, bool keep_last, const std::function<Status(std::span<const Ready>)>& compute);
+  // Starts reads as far as slots allow; each() does it too.
+  Status ask();
   bool all_asked() const { return next_ == ids_.size(); }
 
  private:
   friend class ExpertStore;
-  void run_ahead(Status* status);
   bool release_ahead();
 
   ExpertStore* const store_;

@@ -1,9 +1,14 @@
 #include "model/forward.h"
 
+#include "model/expert_store.h"
+#include "model/hidden_file.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <unordered_set>
 
 namespace firn::model {
 
@@ -26,6 +31,10 @@ struct Sizes {
   int64_t wide() const { return std::max(chunk, pairs); }
 };
 
+int64_t guess_bytes(const ModelConfig& c) {
+  return 256 + Forward::kGuessRows * (c.hidden + 2 * c.experts_per_token) * int64_t{4};
+}
+
 }  // namespace
 
 Forward::Forward(const ModelConfig* config, const Weights* weights, Ops* ops, ForwardOptions options)
@@ -35,9 +44,11 @@ Forward::Forward(const ModelConfig* config, const Weights* weights, Ops* ops, Fo
 
 Forward::~Forward() { abandon(); }
 
-int64_t Forward::wave_bytes(const ModelConfig& c, DType act, int64_t rows, int64_t n_logits) {
+int64_t Forward::wave_bytes(const ModelConfig& c, DType act, int64_t rows, int64_t n_logits, bool stream) {
+  if (stream) rows = std::min(rows, kTileRows);
   const Sizes s(c, rows);
   int64_t total =
+      bytes_of(DType::kF32, rows + n_logits, c.hidden) - bytes_of(act, rows, c.hidden) +
       bytes_of(act, rows, c.hidden) + bytes_of(act, s.wide(), c.hidden) + bytes_of(DType::kF32, s.wide(), c.hidden);
   if (c.n_moe() > 0) {
     total += bytes_of(DType::kF32, rows, c.hidden);
@@ -49,7 +60,7 @@ int64_t Forward::wave_bytes(const ModelConfig& c, DType act, int64_t rows, int64
   total += bytes_of(act, s.chunk, s.q);
   if (c.n_sparse() > 0) total += bytes_of(DType::kI32, s.chunk, c.index_heads * c.topk_blocks);
   total += 2 * bytes_of(DType::kF32, n_logits, c.vocab);
-  return total;
+  return total + guess_bytes(c);
 }
 
 Ops::Limits Forward::limits(const ModelConfig& c, int64_t rows, int64_t context) {
@@ -72,7 +83,8 @@ MatrixView Forward::view(const Buffer& buffer, DType dtype, int64_t rows, int64_
 }
 
 MatrixView Forward::hidden(const Chunk& chunk) const {
-  return view(hidden_, DType::kF32, rows_, config_.hidden).slice_rows(chunk.row_begin, chunk.n_rows);
+  const Section& s = section();
+  return view(hidden_, DType::kF32, s.n_rows, config_.hidden).slice_rows(chunk.row_begin - s.row_begin, chunk.n_rows);
 }
 
 Status Forward::download(std::byte* dst, const void* src, int64_t bytes) {
@@ -121,6 +133,20 @@ void Forward::cut_chunks(int64_t rows) {
   }
 }
 
+void Forward::cut_sections() {
+  sections_.clear();
+  const int64_t each = wave_.hidden.stream ? kTileRows : rows_;
+  for (int64_t begin = 0; begin < rows_; begin += each) {
+    Section s;
+    s.row_begin = begin;
+    s.n_rows = std::min(each, rows_ - begin);
+    s.chunk_begin = begin / kChunkRows;
+    s.chunk_end = (begin + s.n_rows + kChunkRows - 1) / kChunkRows;
+    sections_.push_back(s);
+  }
+}
+
+// `rows`: of the largest section.
 Status Forward::allocate(int64_t rows, int64_t n_logits) {
   const ModelConfig& c = config_;
   const Sizes s(c, rows);
@@ -156,6 +182,10 @@ Status Forward::allocate(int64_t rows, int64_t n_logits) {
     expert_ids_.resize(rows * c.experts_per_token);
     expert_weights_.resize(rows * c.experts_per_token);
   }
+  FIRN_TRY(need(logit_hidden_, bytes_of(DType::kF32, n_logits, c.hidden), "hidden states of the wanted positions"));
+  if (options_.experts != nullptr && options_.prefetch_experts) {
+    FIRN_TRY(need(guess_, guess_bytes(c), "guesses"));
+  }
   FIRN_TRY(need(logits_device_, bytes_of(DType::kF32, n_logits, c.vocab), "logits"));
   logits_.resize(n_logits * c.vocab);
   return {};
@@ -175,9 +205,12 @@ Status Forward::begin(Wave wave) {
     for (const int64_t at : span.logits_at) logit_rows_.push_back(rows_ + at);
     rows_ += static_cast<int64_t>(span.ids.size());
   }
+  FIRN_CHECK(wave_.hidden.files[0] != nullptr || (!wave_.hidden.stream && wave_.hidden.start_layer == 0),
+             "hidden states without a file");
   cut_chunks(rows_);
+  cut_sections();
   running_ = true;
-  Status status = allocate(rows_, n_logits());
+  Status status = allocate(sections_.front().n_rows, n_logits());
   for (WaveSpan& span : wave_.spans) {
     if (status.ok()) status = span.kv->reserve(static_cast<int64_t>(span.ids.size()));
   }
@@ -187,26 +220,35 @@ Status Forward::begin(Wave wave) {
     release_buffers();
     return status;
   }
-  if (config_.n_moe() > 0) ops_->zero(accumulator_.data(), bytes_of(DType::kF32, rows_, config_.hidden));
+  if (config_.n_moe() > 0) {
+    ops_->zero(accumulator_.data(), bytes_of(DType::kF32, sections_.front().n_rows, config_.hidden));
+  }
   captured_ = {};
   if (options_.capture.hidden) {
     captured_.hidden.resize((config_.layers + 1) * n_logits() * config_.hidden);
     captured_.final_hidden.resize(n_logits() * config_.hidden);
   }
-  stage_ = Stage::kEmbed;
-  layer_ = 0;
-  next_ = 0;
+  layer_ = layers_done_ = wave_.hidden.start_layer;
+  section_ = 0;
+  enter(layer_ == 0 ? Stage::kEmbed : Stage::kLoad);
   return {};
+}
+
+void Forward::enter(Stage stage) {
+  stage_ = stage;
+  next_ = 0;
 }
 
 void Forward::release_buffers() {
   for (Buffer* buffer : {&hidden_, &accumulator_, &x_, &q_raw_, &k_raw_, &v_raw_, &iq_raw_, &ik_raw_, &q_, &k_, &iq_,
-                         &ik_, &heads_, &block_ids_, &y_, &picks_, &pick_weights_, &router_logits_, &logits_device_}) {
+                         &ik_, &heads_, &block_ids_, &y_, &picks_, &pick_weights_, &router_logits_, &logit_hidden_,
+                         &logits_device_, &guess_}) {
     *buffer = Buffer();
   }
 }
 
 void Forward::abandon() {
+  walk_.reset();
   if (!running_) return;
   running_ = false;
   for (WaveSpan& span : wave_.spans) span.kv->truncate(span.kv->length());
@@ -214,12 +256,14 @@ void Forward::abandon() {
 
 double Forward::progress() const {
   if (finished_) return 1.0;
-  if (stage_ == Stage::kEmbed) return 0.0;
   if (stage_ == Stage::kLogits) return 1.0;
-  const double layers = static_cast<double>(config_.layers);
+  const double chunks = static_cast<double>(section().chunk_end - section().chunk_begin);
+  const double share = static_cast<double>(next_) / chunks;
   double within = 0;
-  const double share = static_cast<double>(next_) / static_cast<double>(chunks_.size());
   switch (stage_) {
+    case Stage::kLoad:
+    case Stage::kEmbed:
+      break;
     case Stage::kAttention:
       within = 0.5 * share;
       break;
@@ -232,11 +276,15 @@ double Forward::progress() const {
     case Stage::kFinishMoe:
       within = 0.95 + 0.05 * share;
       break;
+    case Stage::kStore:
+      within = 1.0;
+      break;
     default:
       within = 0.5;
       break;
   }
-  return (static_cast<double>(layer_) + within) / layers;
+  const double rows = static_cast<double>(section().row_begin) + within * static_cast<double>(section().n_rows);
+  return (static_cast<double>(layer_) + rows / static_cast<double>(rows_)) / static_cast<double>(config_.layers);
 }
 
 std::span<const float> Forward::logits(int64_t i) const {
@@ -247,82 +295,170 @@ std::span<const float> Forward::logits(int64_t i) const {
 Status Forward::step() {
   FIRN_CHECK(running_ && !finished_, "step() without a running wave");
   Status status;
+  const auto chunk = [&]() -> const Chunk& { return chunks_[static_cast<size_t>(section().chunk_begin + next_)]; };
   switch (stage_) {
+    case Stage::kLoad:
+      status = load_step();
+      break;
     case Stage::kEmbed:
-      status = embed_step(chunks_[next_]);
+      status = embed_step(chunk());
       break;
     case Stage::kAttention:
-      status = attention_step(chunks_[next_]);
+      status = section_ == 0 && next_ == 0 ? begin_layer() : Status();
+      if (status.ok()) status = attention_step(chunk());
       break;
     case Stage::kDenseMlp:
-      status = dense_mlp_step(chunks_[next_]);
+      status = dense_mlp_step(chunk());
       break;
     case Stage::kRouter:
-      status = router_step(chunks_[next_]);
+      status = router_step(chunk());
       break;
     case Stage::kExperts:
-      status = experts_step(groups_[next_]);
+      status = experts_step(groups_[static_cast<size_t>(next_)]);
       break;
     case Stage::kFinishMoe:
-      status = finish_moe_step(chunks_[next_]);
+      status = finish_moe_step(chunk());
+      break;
+    case Stage::kStore:
+      status = store_step(next_);
       break;
     case Stage::kLogits:
       status = logits_step();
       break;
   }
+  if (status.ok()) status = advance();
   if (!status.ok()) {
     abandon();
     // The wave is lost, the device need not be; where it is, the next operation says so again.
     if (ops_->recover().ok() && status.code() == Code::kNoMemory) release_buffers();
-    return status;
-  }
-  advance();
-  if (options_.capture.hidden && next_ == 0 && (stage_ == Stage::kAttention || stage_ == Stage::kLogits)) {
-    status = capture_hidden(stage_ == Stage::kLogits ? config_.layers : layer_);
-    if (!status.ok()) abandon();
   }
   return status;
 }
 
-void Forward::advance() {
+Status Forward::begin_layer() {
+  for (WaveSpan& span : wave_.spans) FIRN_TRY(span.kv->begin_layer(layer_, rows_));
+  return {};
+}
+
+Status Forward::end_attention() {
+  for (WaveSpan& span : wave_.spans) FIRN_TRY(span.kv->end_layer(layer_));
+  return {};
+}
+
+Status Forward::advance() {
   ++next_;
-  const int64_t chunks = static_cast<int64_t>(chunks_.size());
-  auto enter = [&](Stage stage) {
-    stage_ = stage;
-    next_ = 0;
-  };
-  auto next_layer = [&] {
-    ++layer_;
-    enter(layer_ == config_.layers ? Stage::kLogits : Stage::kAttention);
+  const int64_t chunks = section().chunk_end - section().chunk_begin;
+  const bool filed = wave_.hidden.files[0] != nullptr;
+  const int64_t tiles = (section().n_rows + kTileRows - 1) / kTileRows;
+  const auto layer_end = [&]() -> Status {
+    if (!filed) return next_section();
+    enter(Stage::kStore);
+    return {};
   };
   switch (stage_) {
+    case Stage::kLoad:
+      enter(Stage::kAttention);
+      return {};
     case Stage::kEmbed:
-      if (next_ == chunks) enter(Stage::kAttention);
-      break;
+      if (next_ < chunks) return {};
+      if (options_.capture.hidden) FIRN_TRY(capture_hidden(0));
+      enter(Stage::kAttention);
+      return {};
     case Stage::kAttention:
-      if (next_ == chunks) enter(config_.moe_layer[layer_] ? Stage::kRouter : Stage::kDenseMlp);
-      break;
+      if (next_ < chunks) return {};
+      if (last_section()) FIRN_TRY(end_attention());
+      enter(config_.moe_layer[layer_] ? Stage::kRouter : Stage::kDenseMlp);
+      return {};
     case Stage::kDenseMlp:
-      if (next_ == chunks) next_layer();
-      break;
+      return next_ < chunks ? Status() : layer_end();
     case Stage::kRouter:
-      if (next_ == chunks) {
-        make_expert_groups();
-        enter(Stage::kExperts);
-      }
-      break;
+      if (next_ < chunks) return {};
+      make_expert_groups();
+      enter(Stage::kExperts);
+      return {};
     case Stage::kExperts:
-      if (next_ == static_cast<int64_t>(groups_.size())) enter(Stage::kFinishMoe);
-      break;
+      if (next_ < static_cast<int64_t>(groups_.size())) return {};
+      walk_.reset();
+      enter(Stage::kFinishMoe);
+      return {};
     case Stage::kFinishMoe:
-      if (next_ == chunks) next_layer();
-      break;
+      return next_ < chunks ? Status() : layer_end();
+    case Stage::kStore:
+      return next_ < tiles ? Status() : next_section();
     case Stage::kLogits:
-      for (WaveSpan& span : wave_.spans) span.kv->commit(static_cast<int64_t>(span.ids.size()));
+      for (WaveSpan& span : wave_.spans) FIRN_TRY(span.kv->commit(static_cast<int64_t>(span.ids.size())));
       running_ = false;
       finished_ = true;
-      break;
+      return {};
   }
+  return {};
+}
+
+// The layer is done for the rows of this section.
+Status Forward::next_section() {
+  if (options_.capture.hidden) FIRN_TRY(capture_hidden(layer_ + 1));
+  const bool last_layer = layer_ + 1 == config_.layers;
+  if (last_layer) FIRN_TRY(keep_logit_rows());
+  if (last_section()) {
+    section_ = 0;
+    ++layer_;
+    layers_done_ = layer_;
+    guessed_layer_ = -1;
+    if (wave_.hidden.files[0] != nullptr) FIRN_TRY(wave_.hidden.files[layer_ % 2]->sync());
+  } else {
+    ++section_;
+  }
+  if (last_layer && layer_ == config_.layers) {
+    enter(Stage::kLogits);
+  } else if (layer_ == 0) {
+    enter(Stage::kEmbed);
+  } else {
+    enter(wave_.hidden.stream ? Stage::kLoad : Stage::kAttention);
+  }
+  return {};
+}
+
+// Residuals of the wanted positions, which outlive their section.
+Status Forward::keep_logit_rows() {
+  const int64_t H = config_.hidden;
+  const Section& s = section();
+  Ticket ticket;
+  for (size_t i = 0; i < logit_rows_.size(); ++i) {
+    const int64_t row = logit_rows_[i] - s.row_begin;
+    if (row < 0 || row >= s.n_rows) continue;
+    ticket = ops_->copy(logit_hidden_.as<std::byte>() + bytes_of(DType::kF32, static_cast<int64_t>(i), H),
+                        hidden_.as<std::byte>() + bytes_of(DType::kF32, row, H), bytes_of(DType::kF32, 1, H));
+  }
+  return ops_->wait(ticket);
+}
+
+Status Forward::load_step() {
+  const Section& s = section();
+  const HiddenFile& file = *wave_.hidden.files[layer_ % 2];
+  std::vector<float> staging;
+  for (int64_t row = 0; row < s.n_rows; row += kTileRows) {
+    const int64_t n = std::min(kTileRows, s.n_rows - row);
+    std::byte* const at = hidden_.as<std::byte>() + bytes_of(DType::kF32, row, config_.hidden);
+    if (ops_->space() == Space::kHost) {
+      FIRN_TRY(file.read(s.row_begin + row, n, reinterpret_cast<float*>(at)));
+      continue;
+    }
+    staging.resize(static_cast<size_t>(n * config_.hidden));
+    FIRN_TRY(file.read(s.row_begin + row, n, staging.data()));
+    FIRN_TRY(ops_->wait(ops_->upload(at, staging.data(), bytes_of(DType::kF32, n, config_.hidden))));
+  }
+  return {};
+}
+
+Status Forward::store_step(int64_t tile) {
+  const Section& s = section();
+  const int64_t row = tile * kTileRows, n = std::min(kTileRows, s.n_rows - row);
+  HiddenFile& file = *wave_.hidden.files[(layer_ + 1) % 2];
+  const std::byte* const at = hidden_.as<std::byte>() + bytes_of(DType::kF32, row, config_.hidden);
+  if (ops_->space() == Space::kHost) return file.write(s.row_begin + row, n, reinterpret_cast<const float*>(at));
+  std::vector<float> staging(static_cast<size_t>(n * config_.hidden));
+  FIRN_TRY(download(reinterpret_cast<std::byte*>(staging.data()), at, bytes_of(DType::kF32, n, config_.hidden)));
+  return file.write(s.row_begin + row, n, staging.data());
 }
 
 std::vector<KvSpan> Forward::spans_of(const Chunk& chunk, int64_t layer) const {
@@ -355,6 +491,19 @@ Status Forward::embed_step(const Chunk& chunk) {
   return ops_->wait(ticket);
 }
 
+// Blocks that rows of the chunk chose and that are not near.
+struct Forward::Far {
+  struct Pinned {
+    KvCache* kv;
+    int64_t group, block;
+    storage::SlotCache::Pin pin;
+  };
+  std::vector<int32_t> ids;  // [rows of the chunk][groups * topk]
+  std::vector<Pinned> pins;
+  std::unordered_set<storage::SlotKey> held;
+  int64_t begin = 0, end = 0;  // rows whose blocks are pinned
+};
+
 Status Forward::attention_step(const Chunk& chunk) {
   const ModelConfig& c = config_;
   const LayerWeights& w = weights_.layers[layer_];
@@ -374,6 +523,7 @@ Status Forward::attention_step(const Chunk& chunk) {
 
   // The index branch comes first: its choice decides what has to be fetched.
   MatrixView ids;
+  std::optional<Far> far;
   if (sparse) {
     const int64_t iq_width = c.index_heads * c.index_dim;
     const WeightView index_weights[] = {w.index_q, w.index_k};
@@ -395,6 +545,13 @@ Status Forward::attention_step(const Chunk& chunk) {
     select.local_blocks = c.local_blocks;
     select.ids = ids;
     const Ticket chosen = ops_->index_select(select);
+    if (wave_.spans[0].kv->may_be_far() && rows_ < KvCache::kManyRows) {
+      far.emplace();
+      FIRN_TRY(ops_->wait(chosen));
+      far->ids.resize(static_cast<size_t>(ids.rows * ids.cols));
+      FIRN_TRY(download(reinterpret_cast<std::byte*>(far->ids.data()), ids.data, bytes_of(DType::kI32, n, ids.cols)));
+      FIRN_TRY(pin_far(chunk, &*far));  // the disk works during the projections
+    }
     if (options_.capture.blocks) {
       FIRN_TRY(ops_->wait(chosen));
       std::vector<int32_t>& all = captured_.block_ids;
@@ -424,17 +581,121 @@ Status Forward::attention_step(const Chunk& chunk) {
   attention.block_ids = ids;
   attention.topk = sparse ? c.topk_blocks : 0;
   attention.out = view(heads_, act_, n, q_width);
-  ops_->attention(attention);
-  if (options_.capture.mass && sparse) FIRN_TRY(capture_mass(attention));
+  FIRN_TRY(attend(chunk, attention, far ? &*far : nullptr));
 
   const WeightView o[] = {w.o};
   const MatrixView y[] = {view(y_, DType::kF32, n, c.hidden)};
   ops_->linear({attention.out, o, y});
-  return ops_->wait(ops_->add({h, y[0]}));
+  FIRN_TRY(ops_->wait(ops_->add({h, y[0]})));
+  if (options_.prefetch_kv && rows_ <= kGuessRows) guess_blocks(chunk);
+  return {};
+}
+
+Status Forward::pin_far(const Chunk& chunk, Far* far) {
+  const int64_t groups = config_.kv_heads, topk = config_.topk_blocks;
+  far->pins.clear();
+  far->held.clear();
+  far->begin = far->end;
+  for (const Chunk::Piece& piece : chunk.pieces) {
+    KvCache& kv = *wave_.spans[piece.span].kv;
+    for (int64_t row = std::max(piece.row_begin, far->begin); row < piece.row_begin + piece.n_rows; ++row) {
+      for (int64_t i = 0; i < groups * topk; ++i) {
+        const int32_t block = far->ids[static_cast<size_t>(row * groups * topk + i)];
+        const storage::SlotKey key = block < 0 ? 0 : kv.far_key(layer_, i / topk, block);
+        if (key == 0 || !far->held.insert(key).second) continue;
+        FIRN_ASSIGN(auto pin, kv.tier()->near().acquire(key));
+        if (!pin.has_value()) {
+          if (row > far->begin) return {};
+          return no_memory(fmt::format(
+              "--kv-ram is too small: one token may need {} blocks of K and V at once, there is room for {}",
+              groups * topk, kv.tier()->near().n_slots()));
+        }
+        far->pins.push_back({&kv, i / topk, block, std::move(*pin)});
+      }
+      far->end = row + 1;
+    }
+  }
+  return {};
+}
+
+Status Forward::attend(const Chunk& chunk, const AttentionParams& all, Far* far) {
+  const bool mass = options_.capture.mass && !all.block_ids.empty();
+  if (far == nullptr) {
+    const Ticket ticket = ops_->attention(all);
+    return mass ? capture_mass(all, 0) : ops_->wait(ticket);
+  }
+  for (;;) {
+    for (Far::Pinned& p : far->pins) FIRN_TRY(p.pin.wait());
+    for (Far::Pinned& p : far->pins) p.kv->set_near(layer_, p.group, p.block, p.pin.data());
+    const int64_t begin = far->begin, n = far->end - far->begin;
+    AttentionParams part = all;
+    std::vector<KvSpan> spans;
+    for (KvSpan span : all.spans) {
+      const int64_t first = std::max(span.row_begin, begin), last = std::min(span.row_begin + span.n_rows, begin + n);
+      if (first >= last) continue;
+      span.pos_begin += first - span.row_begin;
+      span.row_begin = first - begin;
+      span.n_rows = last - first;
+      spans.push_back(span);
+    }
+    part.spans = spans;
+    part.q = all.q.slice_rows(begin, n);
+    part.block_ids = all.block_ids.slice_rows(begin, n);
+    part.out = all.out.slice_rows(begin, n);
+    Status status = ops_->wait(ops_->attention(part));
+    if (status.ok() && mass) status = capture_mass(part, chunk.n_rows - far->end);
+    for (Far::Pinned& p : far->pins) p.kv->set_near(layer_, p.group, p.block, nullptr);
+    FIRN_TRY(status);
+    if (far->end == chunk.n_rows) return {};
+    FIRN_TRY(pin_far(chunk, far));
+  }
+}
+
+// The next sparse layer's choice, from the residual as it is now: what it names is fetched while experts compute.
+void Forward::guess_blocks(const Chunk& chunk) {
+  const ModelConfig& c = config_;
+  int64_t layer = layer_ + 1;
+  while (layer < c.layers && !c.sparse_layer[layer]) ++layer;
+  if (layer >= c.layers || !wave_.spans[0].kv->may_be_far()) return;
+  const LayerWeights& w = weights_.layers[layer];
+  const KvLayout& layout = wave_.spans[0].kv->layout();
+  const int64_t n = chunk.n_rows, iq_width = c.index_heads * c.index_dim;
+  const std::vector<KvSpan> spans = spans_of(chunk, layer);
+  const MatrixView x = view(x_, act_, n, c.hidden), iq = view(iq_, layout.dtype, n, iq_width);
+  ops_->norm({hidden(chunk), {}, w.input_norm, x});
+  const WeightView weights[] = {w.index_q};
+  const MatrixView raw[] = {view(iq_raw_, DType::kF32, n, iq_width)};
+  ops_->linear({x, weights, raw});
+  const NormRopePart parts[] = {{raw[0], c.index_heads, c.index_dim, w.index_q_norm, iq}};
+  ops_->norm_rope({parts, spans, c.rotary_dim, c.rope_theta});
+  IndexSelectParams select;
+  select.q = iq;
+  select.heads = c.index_heads;
+  select.spans = spans;
+  select.layout = layout;
+  select.topk = c.topk_blocks;
+  select.init_blocks = c.init_blocks;
+  select.local_blocks = c.local_blocks;
+  select.ids = view(block_ids_, DType::kI32, n, c.index_heads * c.topk_blocks);
+  if (!ops_->wait(ops_->index_select(select)).ok()) return;  // only a guess
+  std::vector<int32_t> ids(static_cast<size_t>(n * c.index_heads * c.topk_blocks));
+  if (!download(reinterpret_cast<std::byte*>(ids.data()), select.ids.data, static_cast<int64_t>(ids.size()) * 4).ok()) {
+    return;
+  }
+  for (const Chunk::Piece& piece : chunk.pieces) {
+    KvCache& kv = *wave_.spans[piece.span].kv;
+    for (int64_t row = piece.row_begin; row < piece.row_begin + piece.n_rows; ++row) {
+      for (int64_t i = 0; i < c.index_heads * c.topk_blocks; ++i) {
+        const int32_t block = ids[static_cast<size_t>(row * c.index_heads * c.topk_blocks + i)];
+        const storage::SlotKey key = block < 0 ? 0 : kv.far_key(layer, i / c.topk_blocks, block);
+        if (key != 0) kv.tier()->near().prefetch(key, storage::Cause::kLookahead);
+      }
+    }
+  }
 }
 
 // A block's share of a head's softmax follows from its own maximum and sum (runtime/ops.h: AttentionPartialParams).
-Status Forward::capture_mass(const AttentionParams& attention) {
+Status Forward::capture_mass(const AttentionParams& attention, int64_t rows_after) {
   const int64_t rows = attention.q.rows, heads = config_.heads, per_group = config_.heads_per_group();
   const int64_t topk = config_.topk_blocks, entry = config_.head_dim + 2;
   const int64_t bytes = bytes_of(DType::kF32, rows * heads, topk * entry);
@@ -445,7 +706,9 @@ Status Forward::capture_mass(const AttentionParams& attention) {
   ops_->attention_partial(params);
   std::vector<float> host(static_cast<size_t>(rows * heads * topk * entry));
   FIRN_TRY(download(reinterpret_cast<std::byte*>(host.data()), partials.data(), bytes));
-  const int32_t* ids = captured_.block_ids.data() + captured_.block_ids.size() - rows * config_.kv_heads * topk;
+  // The chunk's choices were just captured; these rows are not always its last.
+  const int32_t* ids =
+      captured_.block_ids.data() + captured_.block_ids.size() - (rows + rows_after) * config_.kv_heads * topk;
   std::vector<float> mass(static_cast<size_t>(rows * heads * topk), 0.0f);
   for (int64_t i = 0; i < rows * heads; ++i) {
     const int64_t list = (i / heads * config_.kv_heads + i % heads / per_group) * topk;
@@ -491,7 +754,7 @@ Status Forward::router_step(const Chunk& chunk) {
   router.weights = view(pick_weights_, DType::kF32, n, c.experts_per_token);
   if (options_.capture.routing) router.logits = view(router_logits_, DType::kF32, n, c.experts);
   FIRN_TRY(ops_->wait(ops_->router(router)));
-  const int64_t at = chunk.row_begin * c.experts_per_token, count = n * c.experts_per_token;
+  const int64_t at = (chunk.row_begin - section().row_begin) * c.experts_per_token, count = n * c.experts_per_token;
   FIRN_TRY(download(reinterpret_cast<std::byte*>(expert_ids_.data() + at), picks_.data(), count * 4));
   FIRN_TRY(download(reinterpret_cast<std::byte*>(expert_weights_.data() + at), pick_weights_.data(), count * 4));
   for (int64_t i = at; i < at + count; ++i) {
@@ -499,7 +762,7 @@ Status Forward::router_step(const Chunk& chunk) {
       return internal(
           fmt::format("router of layer {} gave no usable choice for row {} (expert {}, weight {}): the hidden "
                       "state is not finite; check the checkpoint with `firn inspect`",
-                      layer_, i / c.experts_per_token, expert_ids_[i], expert_weights_[i]));
+                      layer_, section().row_begin + i / c.experts_per_token, expert_ids_[i], expert_weights_[i]));
     }
   }
   if (options_.capture.routing) {
@@ -513,18 +776,21 @@ Status Forward::router_step(const Chunk& chunk) {
   return {};
 }
 
-// Groups go through the experts in ascending id, so every row adds its experts in that order whatever the cut.
+// Groups go through the experts in ascending id, so every row adds its experts in that order whatever the cut. What is
+// one product, rows of one expert in one tile and at most kGroupPairs of them, does not depend on the section.
 void Forward::make_expert_groups() {
-  const int64_t k = config_.experts_per_token;
-  std::vector<int64_t> begin(config_.experts + 1, 0);
-  for (int64_t i = 0; i < rows_ * k; ++i) ++begin[expert_ids_[i] + 1];
-  for (int64_t e = 0; e < config_.experts; ++e) begin[e + 1] += begin[e];
-  pair_rows_.resize(rows_ * k);
-  pair_weights_.resize(rows_ * k);
+  const int64_t k = config_.experts_per_token, rows = section().n_rows;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const auto segment = [&](int32_t expert, int64_t row) { return expert * tiles + row / kTileRows; };
+  std::vector<int64_t> begin(config_.experts * tiles + 1, 0);
+  for (int64_t i = 0; i < rows * k; ++i) ++begin[segment(expert_ids_[i], i / k) + 1];
+  for (int64_t s = 0; s < config_.experts * tiles; ++s) begin[s + 1] += begin[s];
+  pair_rows_.resize(rows * k);
+  pair_weights_.resize(rows * k);
   std::vector<int64_t> at(begin.begin(), begin.end() - 1);
-  for (int64_t row = 0; row < rows_; ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     for (int64_t j = row * k; j < (row + 1) * k; ++j) {
-      const int64_t to = at[expert_ids_[j]]++;
+      const int64_t to = at[segment(expert_ids_[j], row)]++;
       pair_rows_[to] = static_cast<int32_t>(row);
       pair_weights_[to] = expert_weights_[j];
     }
@@ -535,44 +801,122 @@ void Forward::make_expert_groups() {
     if (group.n_pairs > 0) groups_.push_back(std::move(group));
     group = ExpertGroup();
   };
-  for (int64_t e = 0; e < config_.experts; ++e) {
-    for (int64_t p = begin[e]; p < begin[e + 1];) {
+  std::vector<int32_t> used;
+  for (int64_t s = 0; s < config_.experts * tiles; ++s) {
+    const auto expert = static_cast<int32_t>(s / tiles);
+    if (begin[s] < begin[s + 1] && (used.empty() || used.back() != expert)) used.push_back(expert);
+    for (int64_t p = begin[s]; p < begin[s + 1];) {
       if (group.n_pairs == kGroupPairs) close();
-      // An expert starts in a new group rather than being split, unless it is larger than a whole group.
-      const int64_t rest = begin[e + 1] - p;
+      // A segment starts in a new group rather than being split, unless it is larger than a whole group.
+      const int64_t rest = begin[s + 1] - p;
       if (group.n_pairs > 0 && group.n_pairs + rest > kGroupPairs) close();
       const int64_t n = std::min(rest, kGroupPairs - group.n_pairs);
       if (group.n_pairs == 0) group.pair_begin = p;
-      group.items.push_back({static_cast<int32_t>(e), p, n});
+      group.items.push_back({expert, p, n});
       group.n_pairs += n;
       p += n;
     }
   }
   close();
+  if (options_.experts != nullptr) walk_ = std::make_unique<ExpertWalk>(options_.experts, layer_, std::move(used));
 }
 
 Status Forward::experts_step(const ExpertGroup& group) {
-  const ModelConfig& c = config_;
-  const LayerWeights& w = weights_.layers[layer_];
-  const int64_t n = group.n_pairs;
+  const int64_t n = group.n_pairs, H = config_.hidden;
   const std::span<const int32_t> rows(pair_rows_.data() + group.pair_begin, n);
-  const MatrixView x = view(x_, act_, n, c.hidden), y = view(y_, DType::kF32, n, c.hidden);
-  ops_->norm({view(hidden_, DType::kF32, rows_, c.hidden), rows, w.post_norm, x});
+  const MatrixView x = view(x_, act_, n, H), y = view(y_, DType::kF32, n, H);
+  ops_->norm({view(hidden_, DType::kF32, section().n_rows, H), rows, weights_.layers[layer_].post_norm, x});
+  std::vector<int32_t> ids;
+  for (const ExpertGroup::Item& item : group.items) {
+    if (ids.empty() || ids.back() != item.expert) ids.push_back(item.expert);
+  }
+  if (walk_ == nullptr) {
+    std::vector<ExpertWeights> weights;
+    for (const int32_t id : ids) weights.push_back(weights_.layers[layer_].experts[id]);
+    FIRN_TRY(compute_experts(group, ids, weights));
+  } else {
+    const bool last_group = next_ + 1 == static_cast<int64_t>(groups_.size());
+    const bool keep = !last_group && groups_[static_cast<size_t>(next_ + 1)].items.front().expert == ids.back();
+    FIRN_TRY(walk_->ask());  // before any guess
+    if (options_.prefetch_experts && walk_->all_asked()) guess_experts();
+    FIRN_TRY(walk_->each(ids, keep, [&](std::span<const ExpertWalk::Ready> ready) {
+      std::vector<int32_t> there;
+      std::vector<ExpertWeights> weights;
+      for (const ExpertWalk::Ready& r : ready) {
+        there.push_back(r.expert);
+        weights.push_back(r.weights);
+      }
+      return compute_experts(group, there, weights);
+    }));
+  }
+  return ops_->wait(ops_->combine({view(accumulator_, DType::kF32, section().n_rows, H), y, rows,
+                                   std::span<const float>(pair_weights_.data() + group.pair_begin, n)}));
+}
 
+// What the next MoE layer will want: for few rows what its router says of the residual as it is now, for many the
+// experts in order, as nearly all of them will be needed.
+void Forward::guess_experts() {
+  const ModelConfig& c = config_;
+  int64_t layer = layer_ + 1;
+  while (layer < c.layers && !c.moe_layer[layer]) ++layer;
+  if (layer >= c.layers || guessed_layer_ == layer) return;
+  guessed_layer_ = layer;
+  const int64_t n = rows_, k = c.experts_per_token;
+  if (n * k >= c.experts) {
+    for (int64_t e = 0; e < c.experts; ++e) {
+      if (options_.experts->cache().contains(options_.experts->key(layer, e))) continue;
+      if (!options_.experts->prefetch(layer, e, storage::Cause::kSequential)) break;
+    }
+    return;
+  }
+  if (n > kGuessRows || guess_.empty()) return;
+  const LayerWeights& w = weights_.layers[layer];
+  std::byte* at = guess_.as<std::byte>();
+  const auto take = [&](DType dtype, int64_t cols) {
+    const MatrixView v{at, dtype, n, cols, cols, ops_->space()};
+    at += (bytes_of(dtype, kGuessRows, cols) + 63) / 64 * 64;
+    return v;
+  };
+  const MatrixView x = take(DType::kF32, c.hidden);
+  RouterParams router;
+  router.x = x;
+  router.gate = w.router;
+  router.bias = w.router_bias;
+  router.topk = k;
+  router.ids = take(DType::kI32, k);
+  router.weights = take(DType::kF32, k);
+  ops_->norm({view(hidden_, DType::kF32, section().n_rows, c.hidden).slice_rows(0, n), {}, w.post_norm, x});
+  if (!ops_->wait(ops_->router(router)).ok()) return;  // only a guess: the operation that matters will say so
+  std::vector<int32_t> ids(static_cast<size_t>(n * k));
+  if (!download(reinterpret_cast<std::byte*>(ids.data()), router.ids.data, n * k * 4).ok()) return;
+  for (const int32_t id : ids) {
+    if (id >= 0 && id < c.experts) options_.experts->prefetch(layer, id, storage::Cause::kLookahead);
+  }
+}
+
+// Outputs of some of a group's experts into their rows of y_; waits, since the caller may give the weights' memory away.
+Status Forward::compute_experts(const ExpertGroup& group, std::span<const int32_t> ids,
+                                std::span<const ExpertWeights> weights) {
+  const ModelConfig& c = config_;
+  const int64_t n = group.n_pairs;
   int64_t moe_layer = 0;
   for (int64_t l = 0; l < layer_; ++l) moe_layer += c.moe_layer[l];
   std::vector<std::vector<MlpTask>> tasks(options_.expert_ops.size() + 1);
   for (const ExpertGroup::Item& item : group.items) {
-    const ExpertWeights& e = w.experts[item.expert];
+    const auto found = std::lower_bound(ids.begin(), ids.end(), item.expert);
+    if (found == ids.end() || *found != item.expert) continue;
+    const ExpertWeights& e = weights[static_cast<size_t>(found - ids.begin())];
     const size_t home = options_.expert_home.empty() ? 0 : options_.expert_home[moe_layer][item.expert];
     tasks[home].push_back({item.expert, e.gate, e.up, e.down, item.pair_begin - group.pair_begin, item.n_pairs});
   }
-  if (!tasks[0].empty()) ops_->mlp({x, tasks[0], c.activation, y});
+  Ticket ticket;
+  if (!tasks[0].empty()) {
+    ticket = ops_->mlp({view(x_, act_, n, c.hidden), tasks[0], c.activation, view(y_, DType::kF32, n, c.hidden)});
+  }
   for (size_t home = 1; home < tasks.size(); ++home) {
     if (!tasks[home].empty()) FIRN_TRY(experts_elsewhere(options_.expert_ops[home - 1], tasks[home], n));
   }
-  return ops_->wait(ops_->combine({view(accumulator_, DType::kF32, rows_, c.hidden), y, rows,
-                                   std::span<const float>(pair_weights_.data() + group.pair_begin, n)}));
+  return ops_->wait(ticket);
 }
 
 // Activations move to where the weights are, outputs come back to their rows of y_.
@@ -617,7 +961,8 @@ Status Forward::finish_moe_step(const Chunk& chunk) {
   const MatrixView h = hidden(chunk);
   FinishFfnParams finish;
   finish.h = h;
-  finish.acc = view(accumulator_, DType::kF32, rows_, c.hidden).slice_rows(chunk.row_begin, n);
+  finish.acc = view(accumulator_, DType::kF32, section().n_rows, c.hidden)
+                   .slice_rows(chunk.row_begin - section().row_begin, n);
   finish.scale = c.routed_scale;
   if (!w.shared_gate.empty()) {
     const MatrixView x = view(x_, act_, n, c.hidden), y = view(y_, DType::kF32, n, c.hidden);
@@ -632,8 +977,11 @@ Status Forward::finish_moe_step(const Chunk& chunk) {
 Status Forward::capture_hidden(int64_t at) {
   const int64_t H = config_.hidden;
   Ticket ticket;
+  const Section& s = section();
   for (size_t i = 0; i < logit_rows_.size(); ++i) {
-    const MatrixView h = view(hidden_, DType::kF32, rows_, H).slice_rows(logit_rows_[i], 1);
+    const int64_t row = logit_rows_[i] - s.row_begin;
+    if (row < 0 || row >= s.n_rows) continue;
+    const MatrixView h = view(hidden_, DType::kF32, s.n_rows, H).slice_rows(row, 1);
     float* to = captured_.hidden.data() + (at * n_logits() + static_cast<int64_t>(i)) * H;
     ticket = ops_->download(to, h.data, bytes_of(DType::kF32, 1, H));
   }
@@ -645,9 +993,8 @@ Status Forward::logits_step() {
   // At most a chunk of rows at a time goes through x_.
   for (int64_t begin = 0; begin < n_logits(); begin += kChunkRows) {
     const int64_t n = std::min(kChunkRows, n_logits() - begin);
-    std::vector<int32_t> rows(logit_rows_.begin() + begin, logit_rows_.begin() + begin + n);
     const MatrixView x = view(x_, act_, n, c.hidden);
-    ops_->norm({view(hidden_, DType::kF32, rows_, c.hidden), rows, weights_.final_norm, x});
+    ops_->norm({view(logit_hidden_, DType::kF32, n_logits(), c.hidden).slice_rows(begin, n), {}, weights_.final_norm, x});
     if (options_.capture.hidden) {
       std::vector<std::byte> raw(bytes_of(act_, n, c.hidden));
       FIRN_TRY(ops_->wait(ops_->download(raw.data(), x.data, static_cast<int64_t>(raw.size()))));
