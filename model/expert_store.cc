@@ -73,10 +73,11 @@ Status ExpertStore::lay_out() {
     e.one_piece = first.file_offset % kPage == 0;
     for (const Part& part : e.parts) {
       const FoundSlot& f = *part.slot;
-      e.one_piece = e.one_piece && f.data->shard == first.shard && f.data->file_offset - first.file_offset == part.data_at;
+      e.one_piece =
+          e.one_piece && f.data->shard == first.shard && f.data->file_offset - first.file_offset == part.data_at;
       if (f.scales != nullptr) {
-        e.one_piece =
-            e.one_piece && f.scales->shard == first.shard && f.scales->file_offset - first.file_offset == part.scales_at;
+        e.one_piece = e.one_piece && f.scales->shard == first.shard &&
+                      f.scales->file_offset - first.file_offset == part.scales_at;
       }
     }
   }
@@ -122,9 +123,9 @@ Result<std::unique_ptr<ExpertStore>> ExpertStore::create(storage::FileSystem& fs
   }
   FIRN_TRY(store->read_tensor_scales(fs));
   store->codes_checked_ = std::make_unique<std::atomic<bool>[]>(store->all_.size());
-  FIRN_ASSIGN(store->cache_,
-              storage::SlotCache::create(arena, "expert cache", static_cast<int32_t>(std::min<int64_t>(n_slots, INT32_MAX)),
-                                         slot_bytes(survey), policy, queue, store.get()));
+  FIRN_ASSIGN(store->cache_, storage::SlotCache::create(arena, "expert cache",
+                                                        static_cast<int32_t>(std::min<int64_t>(n_slots, INT32_MAX)),
+                                                        slot_bytes(survey), policy, queue, store.get()));
   return store;
 }
 
@@ -181,11 +182,12 @@ Status ExpertStore::check(size_t at, const std::byte* slot) {
   if (e.has_checksum) {
     const uint64_t found = XXH3_64bits(slot, static_cast<size_t>(e.extent_bytes));
     if (found != e.checksum) {
-      return corrupt(fmt::format(
-          "{}: expert {} of layer {}: expected checksum {:016x}, found {:016x}: the file is damaged; check it with firn "
-          "pack --verify",
-          survey_.checkpoint.path, static_cast<int64_t>(at) % experts_, static_cast<int64_t>(at) / experts_, e.checksum,
-          found));
+      return corrupt(
+          fmt::format("{}: expert {} of layer {}: expected checksum {:016x}, found {:016x}: the file is damaged; check "
+                      "it with firn "
+                      "pack --verify",
+                      survey_.checkpoint.path, static_cast<int64_t>(at) % experts_, static_cast<int64_t>(at) / experts_,
+                      e.checksum, found));
     }
   }
   if (codes_checked_[at].load(std::memory_order_relaxed)) return {};

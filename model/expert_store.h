@@ -97,7 +97,8 @@ class ExpertWalk {
 
   // Hands each of `ids` (ascending, the next of the pass; the last may come again) to compute() exactly once, those
   // that are there first, the rest as they arrive, several at a time. `keep_last`: the last one is needed again.
-  Status each(std::span<const int32_t> ids, bool keep_last, const std::function<Status(std::span<const Ready>)>& compute);
+  Status each(std::span<const int32_t> ids, bool keep_last,
+              const std::function<Status(std::span<const Ready>)>& compute);
   // Starts reads as far as slots allow; each() does it too.
   Status ask();
   bool all_asked() const { return next_ == ids_.size(); }

@@ -47,9 +47,9 @@ Forward::~Forward() { abandon(); }
 int64_t Forward::wave_bytes(const ModelConfig& c, DType act, int64_t rows, int64_t n_logits, bool stream) {
   if (stream) rows = std::min(rows, kTileRows);
   const Sizes s(c, rows);
-  int64_t total =
-      bytes_of(DType::kF32, rows + n_logits, c.hidden) - bytes_of(act, rows, c.hidden) +
-      bytes_of(act, rows, c.hidden) + bytes_of(act, s.wide(), c.hidden) + bytes_of(DType::kF32, s.wide(), c.hidden);
+  int64_t total = bytes_of(DType::kF32, rows + n_logits, c.hidden) - bytes_of(act, rows, c.hidden) +
+                  bytes_of(act, rows, c.hidden) + bytes_of(act, s.wide(), c.hidden) +
+                  bytes_of(DType::kF32, s.wide(), c.hidden);
   if (c.n_moe() > 0) {
     total += bytes_of(DType::kF32, rows, c.hidden);
     total += bytes_of(DType::kF32, s.chunk, 2 * c.experts_per_token + c.experts);
@@ -240,9 +240,10 @@ void Forward::enter(Stage stage) {
 }
 
 void Forward::release_buffers() {
-  for (Buffer* buffer : {&hidden_, &accumulator_, &x_, &q_raw_, &k_raw_, &v_raw_, &iq_raw_, &ik_raw_, &q_, &k_, &iq_,
-                         &ik_, &heads_, &block_ids_, &y_, &picks_, &pick_weights_, &router_logits_, &logit_hidden_,
-                         &logits_device_, &guess_}) {
+  for (Buffer* buffer : {&hidden_,       &accumulator_,   &x_,    &q_raw_, &k_raw_,        &v_raw_,
+                         &iq_raw_,       &ik_raw_,        &q_,    &k_,     &iq_,           &ik_,
+                         &heads_,        &block_ids_,     &y_,    &picks_, &pick_weights_, &router_logits_,
+                         &logit_hidden_, &logits_device_, &guess_}) {
     *buffer = Buffer();
   }
 }
@@ -894,7 +895,8 @@ void Forward::guess_experts() {
   }
 }
 
-// Outputs of some of a group's experts into their rows of y_; waits, since the caller may give the weights' memory away.
+// Outputs of some of a group's experts into their rows of y_; waits, since the caller may give the weights' memory
+// away.
 Status Forward::compute_experts(const ExpertGroup& group, std::span<const int32_t> ids,
                                 std::span<const ExpertWeights> weights) {
   const ModelConfig& c = config_;
@@ -961,8 +963,8 @@ Status Forward::finish_moe_step(const Chunk& chunk) {
   const MatrixView h = hidden(chunk);
   FinishFfnParams finish;
   finish.h = h;
-  finish.acc = view(accumulator_, DType::kF32, section().n_rows, c.hidden)
-                   .slice_rows(chunk.row_begin - section().row_begin, n);
+  finish.acc =
+      view(accumulator_, DType::kF32, section().n_rows, c.hidden).slice_rows(chunk.row_begin - section().row_begin, n);
   finish.scale = c.routed_scale;
   if (!w.shared_gate.empty()) {
     const MatrixView x = view(x_, act_, n, c.hidden), y = view(y_, DType::kF32, n, c.hidden);
@@ -994,7 +996,8 @@ Status Forward::logits_step() {
   for (int64_t begin = 0; begin < n_logits(); begin += kChunkRows) {
     const int64_t n = std::min(kChunkRows, n_logits() - begin);
     const MatrixView x = view(x_, act_, n, c.hidden);
-    ops_->norm({view(logit_hidden_, DType::kF32, n_logits(), c.hidden).slice_rows(begin, n), {}, weights_.final_norm, x});
+    ops_->norm(
+        {view(logit_hidden_, DType::kF32, n_logits(), c.hidden).slice_rows(begin, n), {}, weights_.final_norm, x});
     if (options_.capture.hidden) {
       std::vector<std::byte> raw(bytes_of(act_, n, c.hidden));
       FIRN_TRY(ops_->wait(ops_->download(raw.data(), x.data, static_cast<int64_t>(raw.size()))));

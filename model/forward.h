@@ -175,7 +175,8 @@ class Forward {
   void guess_blocks(const Chunk& chunk);
   Status capture_mass(const AttentionParams& attention, int64_t rows_after);
   Status experts_step(const ExpertGroup& group);
-  Status compute_experts(const ExpertGroup& group, std::span<const int32_t> ids, std::span<const ExpertWeights> weights);
+  Status compute_experts(const ExpertGroup& group, std::span<const int32_t> ids,
+                         std::span<const ExpertWeights> weights);
   void guess_experts();
   Status experts_elsewhere(Ops* ops, const std::vector<MlpTask>& tasks, int64_t n_pairs);
   Status finish_moe_step(const Chunk& chunk);

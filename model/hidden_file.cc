@@ -33,9 +33,10 @@ Status HiddenFile::read(int64_t row, int64_t n, float* values) const {
   FIRN_TRY(file_->read_at(row * width_ * static_cast<int64_t>(sizeof(float)), bytes));
   const uint64_t found = XXH3_64bits(bytes.data(), bytes.size());
   if (found != tile->second.checksum) {
-    return corrupt(fmt::format("{}: hidden states of tokens {} to {}: expected checksum {:016x}, found {:016x}: the "
-                               "file is damaged; the prompt has to be read again",
-                               path(), row, row + n, tile->second.checksum, found));
+    return corrupt(
+        fmt::format("{}: hidden states of tokens {} to {}: expected checksum {:016x}, found {:016x}: the "
+                    "file is damaged; the prompt has to be read again",
+                    path(), row, row + n, tile->second.checksum, found));
   }
   return {};
 }

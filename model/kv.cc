@@ -149,9 +149,7 @@ bool KvCache::leaves(int64_t layer) const {
   return pools_->tier != nullptr && pools_->tier->limited() && pools_->config.sparse_layer[layer];
 }
 
-bool KvCache::is_logged(int64_t layer) const {
-  return leaves(layer) || (log_ != nullptr && log_->durable);
-}
+bool KvCache::is_logged(int64_t layer) const { return leaves(layer) || (log_ != nullptr && log_->durable); }
 
 void KvCache::grow_tables(int64_t blocks) {
   if (blocks <= capacity_) return;
@@ -333,7 +331,8 @@ void KvCache::let_go(int64_t layer, int64_t begin, int64_t end) {
 
 Status KvCache::ensure_log() {
   if (conflict_) {
-    return unsupported("the session was cut back while questions forked from it still use what was cut: end those first");
+    return unsupported(
+        "the session was cut back while questions forked from it still use what was cut: end those first");
   }
   if (log_ != nullptr) return {};
   FIRN_ASSIGN(log_, pools_->tier->scratch());
@@ -379,13 +378,13 @@ Status KvCache::seal(int64_t layer_begin, int64_t layer_end, int64_t blocks, boo
       for (int64_t g = 0; g < layout.groups; ++g) {
         const void* data = tables.kv_table[g * capacity_ + b];
         FIRN_CHECK(data != nullptr, "a block to be sealed is not near");
-        entries.push_back({at(storage::BlockKind::kKv, g), {static_cast<const std::byte*>(data),
-                                                            static_cast<size_t>(layout.kv_block_bytes())}});
+        entries.push_back({at(storage::BlockKind::kKv, g),
+                           {static_cast<const std::byte*>(data), static_cast<size_t>(layout.kv_block_bytes())}});
         bytes += layout.kv_block_bytes();
       }
       if (log_ != nullptr && log_->durable && !tables.index.empty()) {
-        entries.push_back({at(storage::BlockKind::kIndex, 0), {static_cast<const std::byte*>(tables.index_table[b]),
-                                                               static_cast<size_t>(raw_index)}});
+        entries.push_back({at(storage::BlockKind::kIndex, 0),
+                           {static_cast<const std::byte*>(tables.index_table[b]), static_cast<size_t>(raw_index)}});
         bytes += raw_index;
       }
       if (bytes >= kAppendBytes) FIRN_TRY(write());
@@ -507,14 +506,15 @@ Status KvCache::log_open_block(int64_t layer) {
   for (int64_t g = 0; g < layout.groups; ++g) {
     storage::BlockKey at = key;
     at.group = static_cast<uint16_t>(g);
-    entries.push_back({at, {static_cast<const std::byte*>(tables.kv_table[g * capacity_ + b]),
-                            static_cast<size_t>(layout.kv_block_bytes())}});
+    entries.push_back({at,
+                       {static_cast<const std::byte*>(tables.kv_table[g * capacity_ + b]),
+                        static_cast<size_t>(layout.kv_block_bytes())}});
   }
   if (!tables.index.empty()) {
     storage::BlockKey at = key;
     at.kind = storage::BlockKind::kIndex;
-    entries.push_back({at, {static_cast<const std::byte*>(tables.index_table[b]),
-                            static_cast<size_t>(layout.index_norm_offset())}});
+    entries.push_back(
+        {at, {static_cast<const std::byte*>(tables.index_table[b]), static_cast<size_t>(layout.index_norm_offset())}});
   }
   return log_->log->append(entries).status();
 }
@@ -567,9 +567,9 @@ Status KvCache::read_near(int64_t layer_begin, int64_t layer_end, int64_t block_
   const int64_t at_once = std::max<int64_t>(1, kRestoreBytes / std::max<int64_t>(layout.index_norm_offset(), 1));
   Buffer staging;
   const auto missing = [&](const storage::BlockKey& key) {
-    return corrupt(fmt::format("{}: {} of block {} of layer {}, group {} is not in the log: the session cannot be opened",
-                               log.dir(), key.kind == storage::BlockKind::kKv ? "K and V" : "the index keys", key.block,
-                               key.layer, key.group));
+    return corrupt(fmt::format(
+        "{}: {} of block {} of layer {}, group {} is not in the log: the session cannot be opened", log.dir(),
+        key.kind == storage::BlockKind::kKv ? "K and V" : "the index keys", key.block, key.layer, key.group));
   };
   for (int64_t layer = layer_begin; layer < layer_end; ++layer) {
     Layer& tables = layers_[layer];
@@ -600,8 +600,9 @@ Status KvCache::read_near(int64_t layer_begin, int64_t layer_end, int64_t block_
     for (int64_t first = block_begin; first < block_end; first += at_once) {
       const int64_t n = std::min(at_once, block_end - first);
       if (staging.empty()) {
-        FIRN_ASSIGN(staging, pools_->ops->arena().allocate(std::min(at_once, block_end - block_begin) * layout.index_norm_offset(),
-                                                           "index keys while a session is opened"));
+        FIRN_ASSIGN(staging, pools_->ops->arena().allocate(
+                                 std::min(at_once, block_end - block_begin) * layout.index_norm_offset(),
+                                 "index keys while a session is opened"));
       }
       std::vector<storage::IoTicket> reads;
       Status status;
@@ -624,8 +625,12 @@ Status KvCache::read_near(int64_t layer_begin, int64_t layer_end, int64_t block_
       // Appending anew makes the norms and the low-bit copy, which are not stored.
       KvSpan rows = span(layer, 0, std::min((first + n) * layout.block_tokens, tokens) - first * layout.block_tokens,
                          first * layout.block_tokens);
-      const ConstMatrixView keys{staging.data(), layout.dtype, rows.n_rows, layout.index_dim,
-                                 key_row / static_cast<int64_t>(dtype_bytes(layout.dtype)), pools_->ops->space()};
+      const ConstMatrixView keys{staging.data(),
+                                 layout.dtype,
+                                 rows.n_rows,
+                                 layout.index_dim,
+                                 key_row / static_cast<int64_t>(dtype_bytes(layout.dtype)),
+                                 pools_->ops->space()};
       const KvSpan spans[] = {rows};
       FIRN_TRY(pools_->ops->wait(pools_->ops->index_append({keys, spans, layout})));
     }

@@ -8,8 +8,8 @@
 // With a KvTier, sealed blocks are written to a log, and where the tier is limited those of sparse layers then leave
 // memory: their table entry is null until somebody pins the block in the tier's near cache (set_near). What a wave
 // appends to a layer is near while the wave passes that layer, and so, for waves of many rows, is all the layer held
-// before: begin_layer() brings it, end_layer() writes what is full in one run and lets it go. Small waves leave writing to
-// commit(). None of this changes a byte that attention sees.
+// before: begin_layer() brings it, end_layer() writes what is full in one run and lets it go. Small waves leave writing
+// to commit(). None of this changes a byte that attention sees.
 //
 // Threads: a KvCache is used by one thread at a time; BlockPools may be shared by caches on different threads.
 #pragma once
@@ -168,16 +168,16 @@ class KvCache {
 
  private:
   struct Layer {
-    std::vector<BlockRef> kv;     // [groups][capacity]
-    std::vector<void*> kv_table;  // same shape
+    std::vector<BlockRef> kv;           // [groups][capacity]
+    std::vector<void*> kv_table;        // same shape
     std::vector<storage::SlotKey> far;  // same shape; 0: in no log. Empty without a tier
-    std::vector<BlockRef> index;  // [capacity]; empty for dense layers
+    std::vector<BlockRef> index;        // [capacity]; empty for dense layers
     std::vector<void*> index_table;
     int64_t logged = 0;  // blocks [0, logged) are in a log
   };
   int64_t blocks_for(int64_t tokens) const;
   void grow_tables(int64_t blocks);
-  bool leaves(int64_t layer) const;   // its sealed blocks leave memory
+  bool leaves(int64_t layer) const;     // its sealed blocks leave memory
   bool is_logged(int64_t layer) const;  // its sealed blocks are written
   Status ensure_log();
   Status seal(int64_t layer_begin, int64_t layer_end, int64_t blocks, bool keep_all);

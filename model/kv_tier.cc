@@ -60,8 +60,9 @@ Result<storage::IoRead> KvTier::read_of(SlotKey key, std::span<std::byte> slot) 
   const storage::BlockKey block = block_of(key);
   const auto place = handle->log->find(block);
   if (!place.has_value()) {
-    return corrupt(fmt::format("{}: no block {} of layer {}, group {}: the log does not hold what the session refers to",
-                               handle->log->dir(), block.block, block.layer, block.group));
+    return corrupt(
+        fmt::format("{}: no block {} of layer {}, group {}: the log does not hold what the session refers to",
+                    handle->log->dir(), block.block, block.layer, block.group));
   }
   if (place->bytes != layout_.kv_block_bytes()) {
     return corrupt(fmt::format("{}: block {} of layer {}, group {}: expected {} bytes, found {}", handle->log->dir(),

@@ -4,7 +4,8 @@
 // sealed blocks to a log and keeps keys; an attention call pins what its queries chose (model/forward.cc). Logs are
 // shared by the sequences that refer to blocks in them (forks), and live as long as any of them or a read in flight.
 //
-// Threads: as KvCache; read_of() is called by the near cache. Lock order: the cache's mutex, then mutex_, then the log's.
+// Threads: as KvCache; read_of() is called by the near cache. Lock order: the cache's mutex, then mutex_, then the
+// log's.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +35,8 @@ class KvTier final : private storage::SlotSource {
     bool limited = false;
     int64_t near_bytes = 0;
     storage::PolicyOptions policy;
-    std::vector<std::string> dirs;    // for scratch logs; the first is where they are made
-    storage::KvLogOptions log;        // disk limit, compression, segment size
+    std::vector<std::string> dirs;  // for scratch logs; the first is where they are made
+    storage::KvLogOptions log;      // disk limit, compression, segment size
   };
   // All referenced objects must outlive the tier.
   static Result<std::unique_ptr<KvTier>> create(storage::FileSystem& fs, Arena* arena, storage::IoQueue* queue,

@@ -49,7 +49,8 @@ Status check_all_codes(const std::vector<Placed>& placed, int n_threads, const s
     for (size_t i = next.fetch_add(1); i < placed.size(); i = next.fetch_add(1)) {
       if (cancel != nullptr && cancel->load(std::memory_order_relaxed)) return;
       const auto* bytes = reinterpret_cast<const std::byte*>(placed[i].data);
-      Status status = placed[i].scales ? check_scale_codes(*placed[i].slot, bytes) : check_weight_codes(*placed[i].slot, bytes);
+      Status status =
+          placed[i].scales ? check_scale_codes(*placed[i].slot, bytes) : check_weight_codes(*placed[i].slot, bytes);
       if (status.ok()) continue;
       const std::lock_guard<std::mutex> lock(mutex);
       if (i < first_at) {
