@@ -125,6 +125,43 @@ const Fault* FaultyFileSystem::next(FaultKind kind, const std::string& path) {
   return hit;
 }
 
+Status FaultyFileSystem::make_folder(const std::string& path) {
+  if (next(FaultKind::kNoSpace, path) != nullptr) {
+    return io_error(fmt::format("{}: no space left while making the folder: injected fault", path));
+  }
+  return inner_.make_folder(path);
+}
+
+Result<std::vector<std::string>> FaultyFileSystem::list_folder(const std::string& path) {
+  if (next(FaultKind::kOpenError, path) != nullptr) {
+    return io_error(fmt::format("{}: listing it failed: injected fault", path));
+  }
+  return inner_.list_folder(path);
+}
+
+Status FaultyFileSystem::remove_file(const std::string& path) {
+  if (next(FaultKind::kRemoveError, path) != nullptr) {
+    return io_error(fmt::format("{}: removing it failed: injected fault", path));
+  }
+  return inner_.remove_file(path);
+}
+
+Status FaultyFileSystem::remove_folder(const std::string& path) {
+  if (next(FaultKind::kRemoveError, path) != nullptr) {
+    return io_error(fmt::format("{}: removing it failed: injected fault", path));
+  }
+  return inner_.remove_folder(path);
+}
+
+Status FaultyFileSystem::sync_folder(const std::string& path) {
+  if (next(FaultKind::kSyncError, path) != nullptr) {
+    return io_error(fmt::format("{}: syncing the folder failed: injected fault", path));
+  }
+  return inner_.sync_folder(path);
+}
+
+Result<int64_t> FaultyFileSystem::free_bytes(const std::string& path) { return inner_.free_bytes(path); }
+
 Result<std::unique_ptr<File>> FaultyFileSystem::open(const std::string& path, OpenMode mode) {
   if (next(FaultKind::kOpenError, path) != nullptr) {
     return io_error(fmt::format("{}: opening it failed: injected fault", path));

@@ -19,15 +19,16 @@
 namespace firn::storage {
 
 enum class FaultKind : uint8_t {
-  kOpenError,      // open() fails with an I/O error
+  kOpenError,      // open() or list_folder() fails with an I/O error
   kDirectRefused,  // kReadDirect opens buffered, as on a file system without O_DIRECT
   kShortRead,      // a read returns at most `bytes` bytes (callers must go on)
   kReadError,      // a read fails, as after EIO
   kEarlyEnd,       // the file ends at offset `bytes`, whatever its size said
   kSlowRead,       // a read takes `delay` longer
-  kNoSpace,        // a write fails, as after ENOSPC, having written nothing
+  kNoSpace,        // a write or make_folder fails, as after ENOSPC, having written nothing
   kTornWrite,      // a write fails after its first `bytes` bytes are in the file
-  kSyncError,      // sync() fails
+  kSyncError,      // sync() or sync_folder() fails
+  kRemoveError,    // remove_file() or remove_folder() fails
 };
 
 struct Fault {
@@ -44,6 +45,12 @@ class FaultyFileSystem : public FileSystem {
  public:
   FaultyFileSystem(FileSystem& inner, std::vector<Fault> plan, uint64_t seed = 1);
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode) override;
+  Status make_folder(const std::string& path) override;
+  Result<std::vector<std::string>> list_folder(const std::string& path) override;
+  Status remove_file(const std::string& path) override;
+  Status remove_folder(const std::string& path) override;
+  Status sync_folder(const std::string& path) override;
+  Result<int64_t> free_bytes(const std::string& path) override;
 
   int64_t hits() const { return hits_.load(); }  // faults applied so far: a test can tell that its plan took effect
   // The fault to apply to this call, nullptr for none; counts the call. Used by the files this opens.

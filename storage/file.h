@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "runtime/status.h"
 
@@ -55,6 +56,13 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
   virtual Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode) = 0;
+  // Folders. make_folder: its parent must exist, itself may. list_folder: names, sorted, without . and ..
+  virtual Status make_folder(const std::string& path);
+  virtual Result<std::vector<std::string>> list_folder(const std::string& path);
+  virtual Status remove_file(const std::string& path);
+  virtual Status remove_folder(const std::string& path);  // must be empty
+  virtual Status sync_folder(const std::string& path);    // makes new and removed names durable
+  virtual Result<int64_t> free_bytes(const std::string& path);  // for us on the file system of an existing path
   static FileSystem& real();  // stateless
 };
 
