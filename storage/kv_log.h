@@ -39,12 +39,13 @@
 
 namespace firn::storage {
 
-enum class BlockKind : uint8_t { kKv = 1, kIndex = 2 };
+// What a block is; the log stores any kind from 1 to 255.
+enum class BlockKind : uint8_t { kKv = 1, kIndex = 2, kTokens = 3, kLogits = 4 };
 
 struct BlockKey {
   BlockKind kind = BlockKind::kKv;
   uint16_t layer = 0;
-  uint16_t group = 0;  // 0 for index keys
+  uint16_t group = 0;  // 0 for index keys; at most 255
   uint32_t block = 0;
   auto operator<=>(const BlockKey&) const = default;
 };
@@ -81,6 +82,7 @@ struct KvLogStats {
   int64_t bytes_dead = 0;           // of these, of superseded or dropped entries
   int64_t metadata_bytes_read = 0;  // by open()
   int64_t records = 0, commits = 0, entries = 0;
+  int64_t compressed_from = 0, compressed_to = 0;  // bytes of the blocks that compression was kept for
   double write_seconds = 0, sync_seconds = 0;
 };
 
