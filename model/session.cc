@@ -1,6 +1,10 @@
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <utility>
 
 #include "model/engine.h"
 
@@ -9,6 +13,20 @@ namespace firn::model {
 Session::Session(Engine* engine) : engine_(engine), kv_(&engine->kv_pools()) {}
 
 Session Engine::new_session() { return Session(this); }
+
+namespace {
+
+// Token ids a log entry holds.
+constexpr int64_t kIdsAtOnce = 4096;
+constexpr uint16_t kCommitted = 0, kPending = 1;  // "layer" of their keys
+
+nlohmann::json tiles_json(const std::vector<HiddenFile::Tile>& tiles) {
+  auto list = nlohmann::json::array();
+  for (const HiddenFile::Tile& t : tiles) list.push_back({t.row, t.n, fmt::format("{:016x}", t.checksum)});
+  return list;
+}
+
+}  // namespace
 
 Status Session::begin(std::span<const int32_t> ids, Capture capture) {
   FIRN_CHECK(idle(), "begin() while another feed is running");
@@ -24,12 +42,16 @@ Status Session::begin(std::span<const int32_t> ids, Capture capture) {
     ForwardOptions options;
     options.activation = engine_->activation();
     options.capture = capture;
+    options.experts = engine_->experts();
+    options.prefetch_experts = engine_->options().prefetch_experts;
+    options.prefetch_kv = engine_->options().prefetch_kv;
     forward_ = std::make_unique<Forward>(&engine_->config(), &engine_->weights(), &engine_->ops(), options);
     capture_ = capture;
   }
   pending_.assign(ids.begin(), ids.end());
   asked_ = n;
   logits_.clear();
+  if (pending_ != parked_.ids) parked_ = {};
   if (Status s = begin_wave(); !s.ok()) {
     pending_.clear();
     return s;
@@ -37,35 +59,231 @@ Status Session::begin(std::span<const int32_t> ids, Capture capture) {
   return {};
 }
 
+Status Session::plan_hidden(Wave* wave) {
+  const bool stream = engine_->placement().hidden_on_disk && in_wave_ > Forward::kTileRows;
+  const bool durable = on_disk() && in_wave_ > kDurableRows;
+  if (!stream && !durable) return {};
+  std::string dir = durable ? kv_.log()->log->dir() : scratch_dir_;
+  if (dir.empty()) {
+    if (engine_->options().kv_dirs.empty()) return invalid("hidden states on disk need a folder: give --kv-dir");
+    dir = scratch_dir_ = fmt::format("{}/firn-hidden-{}-{}", engine_->options().kv_dirs.front(), ::getpid(),
+                                     static_cast<const void*>(forward_.get()));
+    FIRN_TRY(engine_->file_system().make_folder(dir));
+  }
+  const bool resumed = parked_.layers > 0;
+  for (int i = 0; i < 2; ++i) {
+    const bool kept = resumed && i == parked_.layers % 2;
+    FIRN_ASSIGN(hidden_[i],
+                HiddenFile::open(engine_->file_system(), fmt::format("{}/hidden.{}", dir, i), engine_->config().hidden,
+                                 kept ? parked_.tiles : std::vector<HiddenFile::Tile>()));
+    hidden_[i]->set_durable(durable);
+    wave->hidden.files[i] = hidden_[i].get();
+  }
+  wave->hidden.stream = stream;
+  wave->hidden.start_layer = resumed ? parked_.layers : 0;
+  return {};
+}
+
 Status Session::begin_wave() {
   const int64_t left = static_cast<int64_t>(pending_.size());
   const int64_t most = engine_->options().wave_tokens;
   in_wave_ = most > 0 ? std::min(most, left) : left;
+  // What was begun with another cut is begun anew, as the cut decides bits.
+  if (parked_.in_wave != in_wave_) parked_ = {};
   WaveSpan span;
   span.kv = &kv_;
   span.ids.assign(pending_.begin(), pending_.begin() + in_wave_);
   if (in_wave_ == left) span.logits_at = {in_wave_ - 1};
   Wave wave;
   wave.spans.push_back(std::move(span));
-  return forward_->begin(std::move(wave));
+  FIRN_TRY(plan_hidden(&wave));
+  const int64_t resumed = wave.hidden.start_layer;
+  FIRN_TRY(forward_->begin(std::move(wave)));
+  if (resumed > 0) {
+    if (Status s = kv_.restore_wave(in_wave_, resumed); !s.ok()) {
+      forward_->abandon();
+      return s;
+    }
+  }
+  return {};
 }
 
 Status Session::step() {
   FIRN_CHECK(!idle(), "step() without begin()");
+  const int64_t layers_before = forward_->layers_done();
   Status status = forward_->step();
-  if (status.ok() && forward_->finished()) {
-    tokens_.insert(tokens_.end(), pending_.begin(), pending_.begin() + in_wave_);
-    pending_.erase(pending_.begin(), pending_.begin() + in_wave_);
-    if (pending_.empty()) {
-      const std::span<const float> row = forward_->logits(0);
-      logits_.assign(row.begin(), row.end());
-      captured_ = forward_->captured();
-    } else {
-      status = begin_wave();
-    }
-  }
+  if (status.ok()) status = after_step(layers_before);
   if (!status.ok()) cancel();
   return status;
+}
+
+Status Session::after_step(int64_t layers_before) {
+  if (!forward_->finished()) {
+    const int64_t layers = forward_->layers_done();
+    const bool durable = on_disk() && in_wave_ > kDurableRows;
+    if (!durable || layers == layers_before || layers == 0) return {};
+    if (parked_.ids.empty()) FIRN_TRY(log_tokens(kPending, pending_, 0));
+    FIRN_TRY(kv_.log_open_block(layers - 1));
+    parked_ = {pending_, in_wave_, layers, hidden_[layers % 2]->tiles()};
+    return commit(layers);
+  }
+  if (hidden_[0] != nullptr) FIRN_TRY(drop_hidden());
+  const std::vector<int32_t> fed(pending_.begin(), pending_.begin() + in_wave_);
+  tokens_.insert(tokens_.end(), fed.begin(), fed.end());
+  pending_.erase(pending_.begin(), pending_.begin() + in_wave_);
+  parked_ = {};
+  if (on_disk()) {
+    const int64_t block = kv_.layout().block_tokens;
+    if (must_commit_ || in_wave_ > kDurableRows || length() / block > (length() - in_wave_) / block) {
+      FIRN_TRY(kv_.log_open_blocks());
+      FIRN_TRY(commit(0));
+    } else if (!replaying_) {
+      FIRN_TRY(kv_.log()->log->journal({reinterpret_cast<const char*>(fed.data()), fed.size() * sizeof(int32_t)}));
+    }
+  }
+  if (!pending_.empty()) return begin_wave();
+  const std::span<const float> row = forward_->logits(0);
+  logits_.assign(row.begin(), row.end());
+  captured_ = forward_->captured();
+  return {};
+}
+
+Status Session::drop_hidden() {
+  for (auto& file : hidden_) {
+    if (file == nullptr) continue;
+    hidden_bytes_ += file->bytes_written();
+    const std::string path = file->path();
+    file.reset();
+    FIRN_TRY(engine_->file_system().remove_file(path));
+  }
+  if (!scratch_dir_.empty()) FIRN_TRY(engine_->file_system().remove_folder(std::exchange(scratch_dir_, {})));
+  return {};
+}
+
+Status Session::log_tokens(uint16_t which, std::span<const int32_t> ids, int64_t from) {
+  std::vector<storage::LogEntry> entries;
+  for (int64_t at = from / kIdsAtOnce * kIdsAtOnce; at < static_cast<int64_t>(ids.size()); at += kIdsAtOnce) {
+    const auto part = ids.subspan(static_cast<size_t>(at),
+                                  static_cast<size_t>(std::min(kIdsAtOnce, static_cast<int64_t>(ids.size()) - at)));
+    entries.push_back(
+        {{storage::BlockKind::kTokens, which, 0, static_cast<uint32_t>(at / kIdsAtOnce)}, std::as_bytes(part)});
+  }
+  return entries.empty() ? Status() : kv_.log()->log->append(entries).status();
+}
+
+Status Session::commit(int64_t wave_layers) {
+  FIRN_TRY(log_tokens(kCommitted, tokens_, tokens_logged_));
+  nlohmann::json state{{"version", 1},
+                       {"tokens", length()},
+                       {"wave_option", engine_->options().wave_tokens},
+                       {"kernels", engine_->ops().name()}};
+  if (wave_layers > 0) {
+    state["prefill"] = {{"pending", pending_.size()},
+                        {"in_wave", in_wave_},
+                        {"layers", wave_layers},
+                        {"tiles", tiles_json(parked_.tiles)}};
+  }
+  FIRN_TRY(kv_.log()->log->commit(state.dump()));
+  tokens_logged_ = length();
+  must_commit_ = replaying_ = false;
+  return {};
+}
+
+Status Session::save() {
+  FIRN_CHECK(idle() && on_disk(), "save() needs an idle session on disk");
+  FIRN_TRY(kv_.log_open_blocks());
+  return commit(0);
+}
+
+Result<Session> Engine::open_session(const std::string& dir) {
+  FIRN_CHECK(tier_ != nullptr, "EngineOptions::sessions is not set");
+  storage::KvLogOptions log;
+  log.identity = identity_;
+  log.disk_limit_bytes = options_.kv_disk_bytes;
+  log.compress = options_.kv_compress;
+  log.element_bytes = static_cast<int>(dtype_bytes(options_.kv_dtype));
+  std::string base = dir;
+  while (base.size() > 1 && base.back() == '/') base.pop_back();
+  Session session(this);
+  const auto there = fs_->list_folder(base);
+  if (!there.ok() && there.status().code() != Code::kNotFound) return there.status();
+  const bool fresh = !there.ok() || there->empty();
+  if (fresh) {
+    for (const std::string& more : options_.kv_dirs) {
+      const std::string name = more + "/" + base.substr(base.find_last_of('/') + 1) + ".part";
+      if (more != options_.kv_dirs.front()) log.more_dirs.push_back(name);
+    }
+    FIRN_ASSIGN(auto made, storage::KvLog::create(*fs_, base, log));
+    session.kv_.attach(tier_->add(std::move(made), true));
+    FIRN_TRY(session.commit(0));
+    return session;
+  }
+  FIRN_ASSIGN(auto opened, storage::KvLog::open(*fs_, base, log));
+  session.kv_.attach(tier_->add(std::move(opened), true));
+  FIRN_TRY(session.reopen());
+  return session;
+}
+
+Status Session::reopen() {
+  const std::shared_ptr<KvLogHandle> handle = kv_.log();
+  const storage::KvLog& log = *handle->log;
+  const auto damaged = [&](const std::string& what) {
+    return corrupt(fmt::format("{}: the session's state {}", log.dir(), what));
+  };
+  if (log.state().empty()) return {};
+  const auto state = nlohmann::json::parse(log.state(), nullptr, false);
+  if (!state.is_object() || !state.contains("version") || !state.contains("tokens") ||
+      !state["tokens"].is_number_integer())
+    return damaged("cannot be read");
+  if (state["version"] != 1) {
+    return unsupported(
+        fmt::format("{}: a session of version {}; this firn reads version 1", log.dir(), state["version"].dump()));
+  }
+  const auto read_ids = [&](uint16_t which, int64_t n) -> Result<std::vector<int32_t>> {
+    std::vector<int32_t> ids(static_cast<size_t>(n));
+    for (int64_t at = 0; at < n; at += kIdsAtOnce) {
+      const storage::BlockKey key{storage::BlockKind::kTokens, which, 0, static_cast<uint32_t>(at / kIdsAtOnce)};
+      const auto place = log.find(key);
+      const int64_t want = std::min(kIdsAtOnce, n - at);
+      if (!place || place->bytes < want * 4 || place->bytes > kIdsAtOnce * 4)
+        return damaged("names tokens it does not hold");
+      std::vector<int32_t> part(static_cast<size_t>(place->bytes / 4));
+      FIRN_TRY(log.read(key, *place, std::as_writable_bytes(std::span(part))));
+      std::copy(part.begin(), part.begin() + want, ids.begin() + at);
+    }
+    return ids;
+  };
+  FIRN_ASSIGN(tokens_, read_ids(kCommitted, state["tokens"].get<int64_t>()));
+  tokens_logged_ = length();
+  KvCache fresh(&engine_->kv_pools());
+  kv_ = std::move(fresh);
+  FIRN_TRY(kv_.restore(handle, length()));
+  if (state.contains("prefill")) {
+    try {
+      const auto& p = state["prefill"];
+      FIRN_ASSIGN(parked_.ids, read_ids(kPending, p.at("pending").get<int64_t>()));
+      parked_.in_wave = p.at("in_wave").get<int64_t>();
+      parked_.layers = p.at("layers").get<int64_t>();
+      for (const auto& t : p.at("tiles")) {
+        parked_.tiles.push_back(
+            {t.at(0).get<int64_t>(), t.at(1).get<int64_t>(), std::stoull(t.at(2).get<std::string>(), nullptr, 16)});
+      }
+    } catch (const std::exception& e) {
+      return damaged(std::string("cannot be read: ") + e.what());
+    }
+  }
+  // Steps behind the last commit, each as it was cut.
+  const std::vector<std::string> notes = log.notes();
+  for (const std::string& note : notes) {
+    std::vector<int32_t> ids(note.size() / sizeof(int32_t));
+    std::memcpy(ids.data(), note.data(), ids.size() * sizeof(int32_t));
+    if (ids.empty()) return damaged("holds an empty step");
+    if (&note == notes.data()) replaying_ = true;
+    FIRN_TRY(begin(ids));
+    while (!idle()) FIRN_TRY(step());
+  }
+  replaying_ = false;
+  return {};
 }
 
 double Session::progress() const {
@@ -78,6 +296,7 @@ double Session::progress() const {
 void Session::cancel() {
   if (forward_ != nullptr) forward_->abandon();
   pending_.clear();
+  parked_ = {};  // the log's last commit holds it, for the process that opens it next
 }
 
 void Session::truncate(int64_t n) {
@@ -86,6 +305,9 @@ void Session::truncate(int64_t n) {
   if (n == length()) return;
   kv_.truncate(n);
   tokens_.resize(n);
+  tokens_logged_ = std::min(tokens_logged_, n);
+  must_commit_ = true;  // what is journalled or committed goes on from tokens that are gone
+  parked_ = {};
   logits_.clear();
 }
 

@@ -324,7 +324,8 @@ struct IoQueue::Core {
         bounces.push_back(std::move(one));
       }
       // Refused where the memory-lock limit is low: plain reads into the same buffers do as well.
-      fixed_buffers = !all.empty() && io_uring_register_buffers(&ring, all.data(), static_cast<unsigned>(all.size())) == 0;
+      fixed_buffers =
+          !all.empty() && io_uring_register_buffers(&ring, all.data(), static_cast<unsigned>(all.size())) == 0;
     }
     if (free_bounces.empty()) return -1;
     const int number = free_bounces.back();

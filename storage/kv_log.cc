@@ -692,6 +692,22 @@ struct KvLog::Core {
     uint32_t segment = 0;
     int64_t offset = 0;
   };
+  // A tail that was torn holds no commit; damage in front of one must not be taken for it.
+  Status nothing_committed_behind(const File& file, int64_t offset, int64_t size) {
+    for (int64_t at = offset + kPage; at + kPage <= size; at += kPage) {
+      RecordHeader header;
+      FIRN_TRY(file.read_at(at, std::as_writable_bytes(std::span(&header, 1))));
+      if (header.magic != kRecordMagic || header.log_id != log_id || header.type != kCommit) continue;
+      FIRN_ASSIGN(const auto data, directory_at(file, at, size));
+      if (data.empty()) continue;
+      return corrupt(
+          fmt::format("{}: the record at offset {} is damaged; what was committed behind it, at {}, cannot be "
+                      "reached. Restore the file from a copy",
+                      file.path(), offset, at));
+    }
+    return {};
+  }
+
   Result<Last> last_commit(const std::vector<uint32_t>& numbers) {
     for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
       const std::string path = dirs[0] + "/" + segment_name(*number);
@@ -705,7 +721,10 @@ struct KvLog::Core {
       int64_t found = 0;
       for (int64_t offset = opened->header.header_bytes;;) {
         FIRN_ASSIGN(const auto data, directory_at(*opened->file, offset, size));
-        if (data.empty()) break;
+        if (data.empty()) {
+          FIRN_TRY(nothing_committed_behind(*opened->file, offset, size));
+          break;
+        }
         const RecordHeader header = header_in(data);
         if (header.type == kCommit) found = offset;
         offset += static_cast<int64_t>(header.directory_pages) * kPage + static_cast<int64_t>(header.payload_bytes);

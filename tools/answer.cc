@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "runtime/progress.h"
+#include "runtime/units.h"
 
 namespace firn::tools {
 
@@ -79,6 +80,69 @@ int64_t peak_rss_bytes() {
   return static_cast<int64_t>(usage.ru_maxrss) * 1024;
 }
 
+namespace {
+
+// Sums over everything that was fetched on a guess.
+storage::CauseStats guesses(const storage::SlotCacheStats& s) {
+  storage::CauseStats all;
+  for (size_t i = 1; i < static_cast<size_t>(storage::Cause::kCount); ++i) {
+    const storage::CauseStats& c = s.cause[i];
+    all.loads += c.loads;
+    all.bytes += c.bytes;
+    all.useful += c.useful;
+    all.useful_bytes += c.useful_bytes;
+    all.late += c.late;
+    all.late_bytes += c.late_bytes;
+    all.wasted += c.wasted;
+    all.wasted_bytes += c.wasted_bytes;
+    all.cancelled += c.cancelled;
+  }
+  return all;
+}
+
+nlohmann::ordered_json tier_json(const storage::SlotCacheStats& s) {
+  const storage::CauseStats g = guesses(s);
+  return {{"hits", s.hits},
+          {"misses", s.misses + s.joined},
+          {"demand_bytes", s.cause[0].bytes},
+          {"speculative_bytes", g.bytes},
+          {"useful_bytes", g.useful_bytes},
+          {"late", g.late},
+          {"wasted_bytes", g.wasted_bytes},
+          {"wait_s", s.wait_seconds},
+          {"service_s", s.service_seconds}};
+}
+
+std::string tier_line(const char* name, const storage::SlotCacheStats& s) {
+  const int64_t asked = s.hits + s.joined + s.misses;
+  const double hidden = s.service_seconds > 0 ? std::max(0.0, 1 - s.wait_seconds / s.service_seconds) : 1.0;
+  std::string line =
+      fmt::format("{}: {} asked for, {:.1f} % there, {} read on demand, {:.0f} % of {:.2f} s of reading hidden", name,
+                  asked, asked > 0 ? 100.0 * static_cast<double>(s.hits) / static_cast<double>(asked) : 0.0,
+                  format_size(s.cause[0].bytes), 100 * hidden, s.service_seconds);
+  for (size_t i = 1; i < static_cast<size_t>(storage::Cause::kCount); ++i) {
+    const storage::CauseStats& c = s.cause[i];
+    if (c.loads == 0) continue;
+    line += fmt::format(" | on {}: {} useful, {} late, {} wasted", storage::cause_name(static_cast<storage::Cause>(i)),
+                        c.useful, c.late, c.wasted);
+  }
+  return line;
+}
+
+}  // namespace
+
+std::vector<std::string> tier_lines(const model::Engine& engine) {
+  const model::TierStats t = engine.tier_stats();
+  std::vector<std::string> lines;
+  if (t.expert_cache) lines.push_back(tier_line("experts", t.expert));
+  if (t.kv_tier) {
+    lines.push_back(tier_line("far KV", t.kv));
+    lines.back() +=
+        fmt::format(" | {} on disk, {} written", format_size(t.kv_bytes_on_disk), format_size(t.kv_bytes_written));
+  }
+  return lines;
+}
+
 nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Generation& g, bool prompt_ids,
                                    const std::vector<int32_t>& prompt) {
   using nlohmann::ordered_json;
@@ -115,17 +179,17 @@ nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Gen
   j["memory"] = {{"peak_rss_bytes", peak_rss_bytes()},
                  {"budget_bytes", budget.limit_bytes()},
                  {"resident_bytes", budget.used_bytes()},
-                 {"experts_bytes", engine.weights().experts_bytes},
+                 {"experts_bytes", engine.survey().groups[static_cast<size_t>(model::Group::kExperts)].bytes},
                  {"kv_bytes", sparse_kv * context}};
-  // Everything is near: the tiers exist in the output and count nothing.
-  const ordered_json none = {{"hits", 0},         {"misses", 0}, {"demand_bytes", 0}, {"speculative_bytes", 0},
-                             {"useful_bytes", 0}, {"late", 0},   {"wasted_bytes", 0}, {"wait_s", 0.0}};
-  ordered_json kv_tier = none;
-  const int64_t blocks = (context + c.block_tokens - 1) / c.block_tokens;
-  kv_tier["near_blocks"] = blocks * c.n_sparse() * c.kv_heads;
-  kv_tier["far_blocks"] = 0;
-  kv_tier["bytes_on_disk"] = 0;
-  j["tiers"] = {{"expert", none}, {"kv", kv_tier}};
+  const model::TierStats tiers = engine.tier_stats();
+  ordered_json kv_tier = tier_json(tiers.kv);
+  const int64_t blocks = (context + c.block_tokens - 1) / c.block_tokens * c.n_sparse() * c.kv_heads;
+  const int64_t near = tiers.kv_tier && engine.placement().kv_limited ? std::min(tiers.near_blocks, blocks) : blocks;
+  kv_tier["near_blocks"] = near;
+  kv_tier["far_blocks"] = blocks - near;
+  kv_tier["bytes_on_disk"] = tiers.kv_bytes_on_disk;
+  kv_tier["bytes_written"] = tiers.kv_bytes_written;
+  j["tiers"] = {{"expert", tier_json(tiers.expert)}, {"kv", kv_tier}};
   return j;
 }
 

@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "model/generate.h"
 #include "tools/cli.h"
@@ -25,6 +26,9 @@ std::string clean_text(const std::string& name, std::string_view bytes);
 // The JSON object of cli.md for `firn run`, without `evidence`.
 nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Generation& generation, bool prompt_ids,
                                    const std::vector<int32_t>& prompt);
+
+// What the tiers did, a line each; none when everything is near.
+std::vector<std::string> tier_lines(const model::Engine& engine);
 
 // Peak resident memory of this process so far.
 int64_t peak_rss_bytes();

@@ -26,7 +26,7 @@ constexpr int64_t kMostTextBytes = int64_t{1} << 30;
 
 struct RunFlags {
   EngineFlags engine;
-  std::string prompt, prompt_file, system, messages, tokens, thinking, session, logits;
+  std::string prompt, prompt_file, system, messages, tokens, thinking, logits;
   std::vector<std::string> files, stops;
   bool raw = false, greedy = false, ignore_eos = false, evidence = false, stats = false;
   int64_t max_tokens = -1, top_k = -1;
@@ -94,7 +94,6 @@ Result<model::Thinking> thinking_of(const RunFlags& f) {
 
 int check_flags(const RunFlags& f) {
   if (const int code = check_engine_flags(f.engine); code != 0) return code;
-  if (!f.session.empty()) return usage_error("--session: saving and reopening sessions is not in this version");
   const int sources = int{!f.messages.empty()} + int{!f.tokens.empty()} + int{f.has_prompt};
   if (sources > 1) return usage_error("give one of --prompt/--prompt-file, --messages and --tokens");
   if (!f.tokens.empty() && (!f.files.empty() || !f.system.empty())) {
@@ -233,6 +232,7 @@ void print_stats(const model::Engine& engine, const model::Generation& g) {
           t.decode_s > 0 ? static_cast<double>(n - 1) / t.decode_s : 0.0, format_size(peak_rss_bytes()),
           model::finish_name(g.finish()))
           .c_str());
+  for (const std::string& line : tier_lines(engine)) std::fprintf(stderr, "%s\n", line.c_str());
   const KernelStats& k = engine.kernel_stats();
   if (k.index_blocks_scored > 0) {
     std::fprintf(stderr, "%s\n",
@@ -296,6 +296,17 @@ int run_once(const RunFlags& f, const Globals& globals) {
   });
   if (!engine.ok()) return report(engine.status());
   model::Session session = (*engine)->new_session();
+  if (!f.engine.session.empty()) {
+    auto opened = (*engine)->open_session(f.engine.session);
+    if (!opened.ok()) return report(opened.status());
+    session = std::move(opened).value();
+    if (!globals.quiet && !session.interrupted().empty()) {
+      std::fprintf(stderr, "firn: %s holds a prompt of %zu tokens that was read as far as layer %lld of %lld\n",
+                   f.engine.session.c_str(), session.interrupted().size(),
+                   static_cast<long long>(session.interrupted_layers()),
+                   static_cast<long long>((*engine)->config().layers));
+    }
+  }
   auto generation = model::Generation::start(engine->get(), &session, std::move(request));
   if (!generation.ok()) return report(generation.status());
 
@@ -310,6 +321,11 @@ int run_once(const RunFlags& f, const Globals& globals) {
     return report(status);
   }
   if (!globals.json) std::fputc('\n', stdout);
+  // What a prefill had done when it was interrupted is committed already, up to its last layer.
+  const bool computed = !g.token_ids().empty();
+  if (session.on_disk() && computed) {
+    if (const Status s = session.save(); !s.ok()) return report(s.with_context("--session"));
+  }
   if (status.ok() && !f.logits.empty()) {
     if (Status s = write_logits(f.logits, g, (*engine)->config().vocab); !s.ok()) return report(s);
   }
@@ -395,9 +411,8 @@ Runner add_run(CLI::App& app, const Globals& globals) {
   app.add_flag("--greedy", f.greedy, "always the most probable token");
   app.add_flag("--ignore-eos", f.ignore_eos, "go on after the end token, up to --max-tokens");
   app.add_option("--thinking", f.thinking, "enabled, disabled or adaptive")->option_text("MODE");
-  app.add_option("--session", f.session, "reopen or create a saved session")
-      ->option_text("FILE")
-      ->group("Known, but refused by this version");
+  app.add_option("--session", f.engine.session, "reopen or create a session in this folder, and save it at the end")
+      ->option_text("DIR");
   app.add_flag("--evidence", f.evidence, "show which passages the answer's block choices used");
   app.add_option("--logits", f.logits, "write the fp32 logits of every generated step to a safetensors file")
       ->option_text("FILE");

@@ -2,8 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <sys/vfs.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 
 #include "gpu/gpu.h"
@@ -41,18 +45,55 @@ void add_engine_flags(CLI::App& app, EngineFlags* f) {
   typed(app.add_option("--kv-dtype", f->kv_dtype, "storage of K, V and index keys, bf16 or f32; default: bf16"),
         "TYPE");
   app.add_flag("--precise", f->precise, "f32 weights, activations, caches and products");
-  // Known names whose features come with the memory tiers: refused by check_engine_flags, never ignored.
+  typed(app.add_option("--expert-ram", f->expert_ram,
+                       "slot cache for routed experts, at least two of them; default: all of them, or what is left"),
+        "SIZE");
+  typed(app.add_option("--kv-ram", f->kv_ram,
+                       "sealed KV blocks of sparse layers kept in memory; default: all, or 10 % of what is left"),
+        "SIZE");
+  typed(app.add_option("--kv-dir", f->kv_dir,
+                       "where far KV goes; several drives are used side by side; default: the largest disk's temporary "
+                       "folder"),
+        "DIR");
+  typed(
+      app.add_option("--kv-disk", f->kv_disk, "most that far KV may take on disk; default: 90 % of what is free there"),
+      "SIZE");
+  app.add_flag("--kv-compress", f->kv_compress, "zstd for KV on disk: less of it, at the cost of processor time");
+  typed(app.add_option("--prefetch", f->prefetch, "auto, off, kv, experts or all: reads on a guess; default: auto"),
+        "WHAT");
+  typed(app.add_option("--expert-policy", f->expert_policy, "what the expert cache keeps, frequency or lru"), "NAME");
+  typed(app.add_option("--io", f->io, "auto (io_uring where the kernel allows it) or preads"), "WAY");
+  // Known names of what is not built: refused by check_engine_flags, never ignored.
   typed(app.add_option("--vram", f->vram, "device memory to use"), "SIZE", kLater);
   typed(app.add_option("--kv-vram", f->kv_vram, "KV blocks kept on the device"), "SIZE", kLater);
-  typed(app.add_option("--kv-ram", f->kv_ram, "KV blocks kept in host memory"), "SIZE", kLater);
-  typed(app.add_option("--expert-ram", f->expert_ram, "slot cache for experts"), "SIZE", kLater);
-  typed(app.add_option("--kv-dir", f->kv_dir, "where far KV goes"), "DIR", kLater);
-  typed(app.add_option("--kv-disk", f->kv_disk, "most that far KV may take on disk"), "SIZE", kLater);
-  typed(app.add_option("--prefetch", f->prefetch,
-                       "auto or off; default: auto (kv, experts and all are not in this version)"),
-        "WHAT");
   typed(app.add_option("--trace", f->trace, "record routing and block choices"), "FILE", kLater);
 }
+
+namespace {
+
+// The folder for temporary files with the most room that is not memory in disguise.
+std::string largest_temporary_folder() {
+  std::string best;
+  int64_t most = -1;
+  std::vector<std::string> candidates = {"/var/tmp", "/tmp"};
+  if (const char* tmp = std::getenv("TMPDIR"); tmp != nullptr && *tmp != 0) candidates.insert(candidates.begin(), tmp);
+  for (const std::string& dir : candidates) {
+    struct statfs info {};
+    constexpr long kTmpfs = 0x01021994, kRamfs = 0x858458f6;
+    if (::statfs(dir.c_str(), &info) != 0 || ::access(dir.c_str(), W_OK) != 0 || info.f_type == kTmpfs ||
+        info.f_type == kRamfs) {
+      continue;
+    }
+    const auto free = static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_bsize);
+    if (free > most) {
+      most = free;
+      best = dir;
+    }
+  }
+  return best;
+}
+
+}  // namespace
 
 int check_engine_flags(const EngineFlags& f) {
   struct Later {
@@ -63,19 +104,29 @@ int check_engine_flags(const EngineFlags& f) {
   const Later later[] = {
       {"--vram", !f.vram.empty(), "no GPU backend is built"},
       {"--kv-vram", !f.kv_vram.empty(), "no GPU backend is built"},
-      {"--kv-ram", !f.kv_ram.empty(), "every KV block stays in host memory; --ram limits the total"},
-      {"--expert-ram", !f.expert_ram.empty(), "every expert stays in host memory; --ram limits the total"},
-      {"--kv-dir", !f.kv_dir.empty(), "KV does not go to disk"},
-      {"--kv-disk", !f.kv_disk.empty(), "KV does not go to disk"},
       {"--trace", !f.trace.empty(), "traces are not recorded"},
   };
   for (const Later& option : later) {
     if (option.given) return usage_error(fmt::format("{}: not in this version ({})", option.name, option.why));
   }
-  if (f.prefetch != "auto" && f.prefetch != "off") {
-    const bool known = f.prefetch == "kv" || f.prefetch == "experts" || f.prefetch == "all";
-    return usage_error(known ? fmt::format("--prefetch {}: not in this version (nothing is far away)", f.prefetch)
-                             : fmt::format("--prefetch {}: expected auto, off, kv, experts or all", f.prefetch));
+  const auto one_of = [&](const char* name, const std::string& value, std::initializer_list<const char*> known) {
+    std::string words;
+    for (const char* k : known) {
+      if (value == k) return 0;
+      words += (words.empty() ? "" : ", ") + std::string(k);
+    }
+    return usage_error(fmt::format("{} {}: expected one of {}", name, value, words));
+  };
+  if (const int code = one_of("--prefetch", f.prefetch, {"auto", "off", "kv", "experts", "all"}); code != 0)
+    return code;
+  if (const int code = one_of("--io", f.io, {"auto", "preads"}); code != 0) return code;
+  if (const int code = one_of("--expert-policy", f.expert_policy, {"frequency", "lru"}); code != 0) return code;
+  for (const auto& [name, value] : {std::pair("--kv-ram", &f.kv_ram), std::pair("--expert-ram", &f.expert_ram),
+                                    std::pair("--kv-disk", &f.kv_disk)}) {
+    if (value->empty()) continue;
+    const auto size = parse_size(*value);
+    if (!size.ok()) return usage_error(std::string(name) + ": " + size.status().message());
+    if (*size < 0) return usage_error(std::string(name) + ": expected 0 bytes or more");
   }
   if (f.kv_dtype == "fp8") return usage_error("--kv-dtype fp8: not in this version; bf16 and f32 are");
   if (f.kv_dtype != "bf16" && f.kv_dtype != "f32") {
@@ -106,6 +157,31 @@ Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const G
   options.precise = f.precise;
   options.kv_dtype = f.kv_dtype == "f32" ? DType::kF32 : DType::kBf16;
   FIRN_ASSIGN(options.isa, cpu::choose_isa());
+  if (!f.expert_ram.empty()) {
+    FIRN_ASSIGN(options.expert_ram_bytes, parse_size(f.expert_ram));
+  }
+  if (!f.kv_ram.empty()) {
+    FIRN_ASSIGN(options.kv_ram_bytes, parse_size(f.kv_ram));
+  }
+  options.kv_dirs = f.kv_dir;
+  if (options.kv_dirs.empty()) {
+    if (const std::string dir = largest_temporary_folder(); !dir.empty()) options.kv_dirs.push_back(dir);
+  }
+  if (!f.kv_disk.empty()) {
+    FIRN_ASSIGN(options.kv_disk_bytes, parse_size(f.kv_disk));
+  } else if (!options.kv_dirs.empty()) {
+    options.kv_disk_bytes = 0;
+    for (const std::string& dir : options.kv_dirs) {
+      FIRN_ASSIGN(const int64_t free, storage::FileSystem::real().free_bytes(dir));
+      options.kv_disk_bytes += free / 10 * 9;
+    }
+  }
+  options.kv_compress = f.kv_compress;
+  options.expert_policy = f.expert_policy;
+  options.prefetch_experts = f.prefetch == "auto" || f.prefetch == "all" || f.prefetch == "experts";
+  options.prefetch_kv = f.prefetch == "auto" || f.prefetch == "all" || f.prefetch == "kv";
+  options.io_uring = f.io == "auto";
+  options.sessions = !f.session.empty();
   options.cancel = &interrupted();
   options.before_load = std::move(before_load);
   if (f.ram.empty()) {
