@@ -421,8 +421,11 @@ void KvCache::truncate(int64_t n) {
       shared_.push_back(std::move(log_));
       log_ = nullptr;
     } else {
-      // Forgotten in memory until the next commit: what fails here is asked again then.
-      (void)log_->log->drop([&](const storage::BlockKey& key) { return key.block >= full; });
+      // Forgotten in memory until the next commit: what fails here is asked again then. The block that is open now may
+      // be nowhere else; it is superseded when it is written again.
+      (void)log_->log->drop([&](const storage::BlockKey& key) {
+        return key.kind != storage::BlockKind::kTokens && key.block >= keep;
+      });
     }
   }
   for (Layer& tables : layers_) {

@@ -295,17 +295,15 @@ int run_once(const RunFlags& f, const Globals& globals) {
     return model::Generation::check(opened, request);
   });
   if (!engine.ok()) return report(engine.status());
-  model::Session session = (*engine)->new_session();
-  if (!f.engine.session.empty()) {
-    auto opened = (*engine)->open_session(f.engine.session);
-    if (!opened.ok()) return report(opened.status());
-    session = std::move(opened).value();
-    if (!globals.quiet && !session.interrupted().empty()) {
-      std::fprintf(stderr, "firn: %s holds a prompt of %zu tokens that was read as far as layer %lld of %lld\n",
-                   f.engine.session.c_str(), session.interrupted().size(),
-                   static_cast<long long>(session.interrupted_layers()),
-                   static_cast<long long>((*engine)->config().layers));
-    }
+  auto opened = f.engine.session.empty() ? Result<model::Session>((*engine)->new_session())
+                                         : (*engine)->open_session(f.engine.session);
+  if (!opened.ok()) return report(opened.status());
+  model::Session& session = *opened;
+  if (!globals.quiet && !session.interrupted().empty()) {
+    std::fprintf(stderr, "firn: %s holds a prompt of %zu tokens that was read as far as layer %lld of %lld\n",
+                 f.engine.session.c_str(), session.interrupted().size(),
+                 static_cast<long long>(session.interrupted_layers()),
+                 static_cast<long long>((*engine)->config().layers));
   }
   auto generation = model::Generation::start(engine->get(), &session, std::move(request));
   if (!generation.ok()) return report(generation.status());
