@@ -2,13 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "gpu/gpu.h"
+#include "model/session_files.h"
 #include "runtime/units.h"
 
 namespace firn::model {
@@ -69,39 +68,13 @@ Status Engine::load(storage::FileSystem& fs) {
   return {};
 }
 
-Status Engine::identify() {
-  XXH3_state_t* state = XXH3_createState();
-  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> owner(state, XXH3_freeState);
-  XXH3_64bits_reset(state);
-  const auto add = [&](const std::string& text) { XXH3_64bits_update(state, text.data(), text.size()); };
-  std::vector<std::unique_ptr<storage::File>> files(survey_.checkpoint.shards.size());
-  int64_t n = 0;
-  for (const storage::TensorInfo& t : survey_.checkpoint.tensors) {
-    add(fmt::format("{} {} {}\n", t.name, dtype_name(t.dtype), t.shape_text()));
-    // Content of every 64th tensor: its first bytes.
-    if (n++ % 64 != 0 || t.bytes == 0) continue;
-    auto& file = files[static_cast<size_t>(t.shard)];
-    if (file == nullptr) {
-      FIRN_ASSIGN(file,
-                  fs_->open(survey_.checkpoint.shards[static_cast<size_t>(t.shard)].path, storage::OpenMode::kRead));
-    }
-    std::string head(static_cast<size_t>(std::min<int64_t>(t.bytes, 256)), '\0');
-    FIRN_TRY(file->read_at(t.file_offset, std::as_writable_bytes(std::span(head))));
-    add(head);
-  }
-  const ModelConfig& c = config();
-  const KvLayout layout = c.kv_layout(options_.kv_dtype);
-  identity_ = fmt::format("model {:016x}, {} layers, K and V and index keys {}, blocks of {} tokens, {}",
-                          XXH3_64bits_digest(state), c.layers, dtype_name(layout.dtype), layout.block_tokens,
-                          options_.precise ? "precise" : "default numerics");
-  return {};
-}
-
 Status Engine::make_tiers() {
   const bool cached = placement_.expert_slots >= 0;
   const bool far = placement_.kv_limited || options_.sessions;
   if (!cached && !far) return {};
-  if (options_.sessions) FIRN_TRY(identify());
+  if (options_.sessions) {
+    FIRN_ASSIGN(identity_, session_identity(*fs_, survey_, options_.kv_dtype, options_.precise));
+  }
   storage::IoQueueOptions io;
   io.io_uring = options_.io_uring;
   FIRN_ASSIGN(queue_, storage::IoQueue::create(io));

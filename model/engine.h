@@ -143,7 +143,6 @@ class Engine {
   Status load(storage::FileSystem& fs);
   Status choose(int64_t prompt_tokens, int64_t context) const;
   Status make_tiers();
-  Status identify();
 
   EngineOptions options_;
   Survey survey_;

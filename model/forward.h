@@ -184,6 +184,9 @@ class Forward {
   Status capture_hidden(int64_t at);
   Status advance();
 
+  static int64_t bytes_of(DType dtype, int64_t rows, int64_t cols) {
+    return rows * cols * static_cast<int64_t>(dtype_bytes(dtype));
+  }
   MatrixView view(const Buffer& buffer, DType dtype, int64_t rows, int64_t cols) const;
   MatrixView hidden(const Chunk& chunk) const;
   Status download(std::byte* dst, const void* src, int64_t bytes);

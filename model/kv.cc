@@ -423,9 +423,8 @@ void KvCache::truncate(int64_t n) {
     } else {
       // Forgotten in memory until the next commit: what fails here is asked again then. The block that is open now may
       // be nowhere else; it is superseded when it is written again.
-      (void)log_->log->drop([&](const storage::BlockKey& key) {
-        return key.kind != storage::BlockKind::kTokens && key.block >= keep;
-      });
+      (void)log_->log->drop(
+          [&](const storage::BlockKey& key) { return key.kind != storage::BlockKind::kTokens && key.block >= keep; });
     }
   }
   for (Layer& tables : layers_) {

@@ -23,6 +23,13 @@ inline WaveRun run_wave(model::Engine& engine, model::Wave wave, model::Capture 
   return run;
 }
 
+// The smallest --kv-ram a checkpoint takes.
+inline int64_t least_kv_ram(const std::string& path, bool precise = true) {
+  const auto survey = must(model::Survey::open(storage::FileSystem::real(), path));
+  const model::ModelConfig& c = survey.config;
+  return (c.index_heads * c.topk_blocks + 8) * c.kv_layout(precise ? DType::kF32 : DType::kBf16).kv_block_bytes();
+}
+
 inline std::vector<int64_t> iota(int64_t n, int64_t from = 0) {
   std::vector<int64_t> v(n);
   for (int64_t i = 0; i < n; ++i) v[i] = from + i;

@@ -2,6 +2,7 @@
 #include "golden/run_wave.h"
 #include "model/generate.h"
 #include "support/catch.h"
+#include "support/temp_folder.h"
 
 namespace firn::test {
 namespace {
@@ -11,6 +12,14 @@ std::vector<int32_t> prompt_ids(const std::string& name) {
                          "input_ids");
 }
 
+// Everything near; and as little K and V near as one token may choose.
+std::vector<ModelOptions> near_and_far(const TempFolder& folder) {
+  ModelOptions far;
+  far.kv_dir = folder.path();
+  far.kv_ram = least_kv_ram(data_path("tiny-mxfp8"));
+  return {ModelOptions(), far};
+}
+
 std::vector<float> fresh(model::Engine& engine, std::span<const int32_t> ids) {
   model::Session session = engine.new_session();
   feed(session, ids);
@@ -18,54 +27,62 @@ std::vector<float> fresh(model::Engine& engine, std::span<const int32_t> ids) {
 }
 
 TEST_CASE("truncate across block borders and feed again equals a fresh session", "[session]") {
-  auto engine = open_model(data_path("tiny-mxfp8"));
-  const auto ids = prompt_ids("p2500");
-  std::vector<int32_t> other(ids.rbegin(), ids.rend());
-  model::Session session = engine->new_session();
-  feed(session, ids);
-  for (const int64_t keep : {2499, 2433, 2432, 2431, 2048, 2047, 129, 128, 127, 1, 0}) {
-    INFO("kept " << keep);
-    session.truncate(keep);
-    REQUIRE(session.length() == keep);
-    // Different tokens after the cut, so that stale keys would show.
-    std::vector<int32_t> want(ids.begin(), ids.begin() + keep);
-    want.insert(want.end(), other.begin(), other.begin() + 140);
-    feed(session, std::span(other).first(140));
-    CHECK(same_bits(session.logits(), fresh(*engine, want)));
-    session.truncate(keep);
+  TempFolder folder;
+  for (const ModelOptions& options : near_and_far(folder)) {
+    CAPTURE(options.kv_ram);
+    auto engine = open_model(data_path("tiny-mxfp8"), options);
+    const auto ids = prompt_ids("p2500");
+    std::vector<int32_t> other(ids.rbegin(), ids.rend());
+    model::Session session = engine->new_session();
+    feed(session, ids);
+    for (const int64_t keep : {2499, 2433, 2432, 2431, 2048, 2047, 129, 128, 127, 1, 0}) {
+      INFO("kept " << keep);
+      session.truncate(keep);
+      REQUIRE(session.length() == keep);
+      // Different tokens after the cut, so that stale keys would show.
+      std::vector<int32_t> want(ids.begin(), ids.begin() + keep);
+      want.insert(want.end(), other.begin(), other.begin() + 140);
+      feed(session, std::span(other).first(140));
+      CHECK(same_bits(session.logits(), fresh(*engine, want)));
+      session.truncate(keep);
+    }
+    CHECK(engine->kv_pools().kv.blocks_in_use() == 0);
   }
-  CHECK(engine->kv_pools().kv.blocks_in_use() == 0);
 }
 
 TEST_CASE("a fork shares blocks and neither side sees the other's tokens", "[session]") {
-  auto engine = open_model(data_path("tiny-mxfp8"));
-  const auto ids = prompt_ids("p2176");
-  for (const int64_t n : {100, 128, 2100}) {
-    INFO("forked at " << n);
-    model::Session a = engine->new_session();
-    feed(a, std::span(ids).first(n));
-    const int64_t before = engine->kv_pools().kv.blocks_in_use();
-    model::Session b = a.fork();
-    CHECK(engine->kv_pools().kv.blocks_in_use() == before);
-    CHECK(same_bits(a.logits(), b.logits()));
-    std::vector<int32_t> tail_a(ids.begin() + n, ids.begin() + n + 40), tail_b(ids.begin(), ids.begin() + 60);
-    feed(b, tail_b);
-    feed(a, tail_a);
-    std::vector<int32_t> want_a(ids.begin(), ids.begin() + n), want_b = want_a;
-    want_a.insert(want_a.end(), tail_a.begin(), tail_a.end());
-    want_b.insert(want_b.end(), tail_b.begin(), tail_b.end());
-    CHECK(same_bits(a.logits(), fresh(*engine, want_a)));
-    CHECK(same_bits(b.logits(), fresh(*engine, want_b)));
-    // A fork of a fork outlives its parents.
-    model::Session c = b.fork();
-    { const model::Session gone = std::move(b); }
-    feed(c, tail_a);
-    want_b.insert(want_b.end(), tail_a.begin(), tail_a.end());
-    CHECK(same_bits(c.logits(), fresh(*engine, want_b)));
+  TempFolder folder;
+  for (const ModelOptions& options : near_and_far(folder)) {
+    CAPTURE(options.kv_ram);
+    auto engine = open_model(data_path("tiny-mxfp8"), options);
+    const auto ids = prompt_ids("p2176");
+    for (const int64_t n : {100, 128, 2100}) {
+      INFO("forked at " << n);
+      model::Session a = engine->new_session();
+      feed(a, std::span(ids).first(n));
+      const int64_t before = engine->kv_pools().kv.blocks_in_use();
+      model::Session b = a.fork();
+      CHECK(engine->kv_pools().kv.blocks_in_use() == before);
+      CHECK(same_bits(a.logits(), b.logits()));
+      std::vector<int32_t> tail_a(ids.begin() + n, ids.begin() + n + 40), tail_b(ids.begin(), ids.begin() + 60);
+      feed(b, tail_b);
+      feed(a, tail_a);
+      std::vector<int32_t> want_a(ids.begin(), ids.begin() + n), want_b = want_a;
+      want_a.insert(want_a.end(), tail_a.begin(), tail_a.end());
+      want_b.insert(want_b.end(), tail_b.begin(), tail_b.end());
+      CHECK(same_bits(a.logits(), fresh(*engine, want_a)));
+      CHECK(same_bits(b.logits(), fresh(*engine, want_b)));
+      // A fork of a fork outlives its parents.
+      model::Session c = b.fork();
+      { const model::Session gone = std::move(b); }
+      feed(c, tail_a);
+      want_b.insert(want_b.end(), tail_a.begin(), tail_a.end());
+      CHECK(same_bits(c.logits(), fresh(*engine, want_b)));
+    }
+    CHECK(engine->kv_pools().kv.blocks_in_use() == 0);
+    engine->kv_pools().kv.trim();
+    CHECK(engine->kv_pools().kv.bytes_held() == 0);
   }
-  CHECK(engine->kv_pools().kv.blocks_in_use() == 0);
-  engine->kv_pools().kv.trim();
-  CHECK(engine->kv_pools().kv.bytes_held() == 0);
 }
 
 TEST_CASE("a wave given up in the middle leaves the session as it was", "[session]") {

@@ -42,9 +42,21 @@ struct ModelOptions {
   int64_t wave = 0;
   int64_t ram_bytes = -1;
   std::string isa;  // "" = the best
+  // Tiers: as model::EngineOptions.
+  int64_t expert_ram = -1, kv_ram = -1;
+  std::string kv_dir;
+  bool prefetch_experts = true, prefetch_kv = true, io_uring = true, compress = false, sessions = false;
+  bool hidden_on_disk = false;
+  std::string expert_policy = "frequency";
+  storage::FileSystem* fs = &storage::FileSystem::real();
 };
 
-inline std::unique_ptr<model::Engine> open_model(const std::string& path, const ModelOptions& m = {}) {
+inline model::EngineOptions engine_options(const std::string& path, const ModelOptions& m);
+
+// Context that memory is planned for where a test limits KV: it decides whether anything is far.
+inline constexpr int64_t kPlanned = 20000;
+
+inline model::EngineOptions engine_options(const std::string& path, const ModelOptions& m) {
   model::EngineOptions options;
   options.model = path;
   options.threads = m.threads;
@@ -55,7 +67,24 @@ inline std::unique_ptr<model::Engine> open_model(const std::string& path, const 
   for (cpu::Isa isa : {cpu::Isa::kScalar, cpu::Isa::kAvx2, cpu::Isa::kAvx512, cpu::Isa::kAmx}) {
     if (m.isa == cpu::isa_name(isa)) options.isa = isa;
   }
-  return must(model::Engine::open(storage::FileSystem::real(), options));
+  options.expert_ram_bytes = m.expert_ram;
+  options.kv_ram_bytes = m.kv_ram;
+  if (!m.kv_dir.empty()) options.kv_dirs = {m.kv_dir};
+  options.prefetch_experts = m.prefetch_experts;
+  options.prefetch_kv = m.prefetch_kv;
+  options.io_uring = m.io_uring;
+  options.kv_compress = m.compress;
+  options.sessions = m.sessions;
+  options.expert_policy = m.expert_policy;
+  if (m.hidden_on_disk) options.hidden_on_disk = true;
+  if (m.kv_ram >= 0 || m.sessions) {
+    options.before_load = [](const model::Engine& engine) { return engine.check_fits(kPlanned, kPlanned); };
+  }
+  return options;
+}
+
+inline std::unique_ptr<model::Engine> open_model(const std::string& path, const ModelOptions& m = {}) {
+  return must(model::Engine::open(*m.fs, engine_options(path, m)));
 }
 
 inline void feed(model::Session& session, std::span<const int32_t> ids, model::Capture capture = {}) {
