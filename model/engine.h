@@ -219,7 +219,7 @@ class Session {
   Status log_tokens(uint16_t which, std::span<const int32_t> ids, int64_t from);
   Status commit(int64_t wave_layers);
   Status reopen();
-  Status drop_hidden();
+  void drop_hidden();
 
   struct Parked {              // a prefill that was interrupted, as its last commit tells
     std::vector<int32_t> ids;  // all that begin() was given and no wave completed

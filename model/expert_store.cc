@@ -283,13 +283,20 @@ Status ExpertWalk::each(std::span<const int32_t> ids, bool keep_last,
         FIRN_TRY(pins_[waiting].wait());
         continue;
       }
-      // Nothing of this step is on its way: pins further ahead, or another wave's, hold every slot.
+      // Nothing of this step is on its way: pins of other steps, guesses, or another wave's pins hold every slot.
       bool freed = false;
-      for (size_t i = end; i < ids_.size(); ++i) {
+      for (size_t i = 0; i < ids_.size(); ++i) {
+        if (i >= begin && i < end) continue;
         freed = freed || static_cast<bool>(pins_[i]);
         pins_[i].release();
       }
       next_ = begin;
+      while (next_ < end && done_[next_]) ++next_;
+      FIRN_ASSIGN(auto pin, store_->cache().acquire_waiting(store_->key(layer_, ids_[next_])));
+      if (pin.has_value()) {
+        pins_[next_] = std::move(*pin);
+        continue;
+      }
       if (freed || (!reclaimed && store_->reclaim(this))) {
         reclaimed = !freed;
         continue;
@@ -301,9 +308,7 @@ Status ExpertWalk::each(std::span<const int32_t> ids, bool keep_last,
     for (const size_t i : which) {
       done_[i] = true;
       --left;
-      const bool again = keep_last && i + 1 == end;
-      storage::SlotCache& cache = store_->cache();
-      if (!again || cache.n_slots() - cache.pinned() < 1) pins_[i].release();
+      if (!keep_last || i + 1 != end) pins_[i].release();
     }
     while (first_ < ids_.size() && done_[first_]) ++first_;
   }

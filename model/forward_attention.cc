@@ -122,7 +122,8 @@ Status Forward::pin_far(const Chunk& chunk, Far* far) {
         const int32_t block = far->ids[static_cast<size_t>(row * groups * topk + i)];
         const storage::SlotKey key = block < 0 ? 0 : kv.far_key(layer_, i / topk, block);
         if (key == 0 || !far->held.insert(key).second) continue;
-        FIRN_ASSIGN(auto pin, kv.tier()->near().acquire(key));
+        storage::SlotCache& near = kv.tier()->near();
+        FIRN_ASSIGN(auto pin, row > far->begin ? near.acquire(key) : near.acquire_waiting(key));
         if (!pin.has_value()) {
           if (row > far->begin) return {};
           return no_memory(fmt::format(

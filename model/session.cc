@@ -99,20 +99,27 @@ Status Session::begin_wave() {
   FIRN_TRY(plan_hidden(&wave));
   const int64_t resumed = wave.hidden.start_layer;
   FIRN_TRY(forward_->begin(std::move(wave)));
-  if (resumed > 0) {
-    if (Status s = kv_.restore_wave(in_wave_, resumed); !s.ok()) {
-      forward_->abandon();
-      return s;
-    }
-  }
-  return {};
+  if (resumed == 0) return {};
+  const Status status = kv_.restore_wave(in_wave_, resumed);
+  if (status.ok()) return {};
+  forward_->abandon();
+  if (status.code() != Code::kCorrupt) return status;
+  parked_ = {};
+  return begin_wave();
 }
 
 Status Session::step() {
   FIRN_CHECK(!idle(), "step() without begin()");
   const int64_t layers_before = forward_->layers_done();
   Status status = forward_->step();
-  if (status.ok()) status = after_step(layers_before);
+  if (status.code() == Code::kCorrupt && parked_.layers > 0 && layers_before == parked_.layers) {
+    // What an earlier process left cannot be gone on from: it is computed again.
+    forward_->abandon();
+    parked_ = {};
+    status = begin_wave();
+  } else if (status.ok()) {
+    status = after_step(layers_before);
+  }
   if (!status.ok()) cancel();
   return status;
 }
@@ -121,13 +128,13 @@ Status Session::after_step(int64_t layers_before) {
   if (!forward_->finished()) {
     const int64_t layers = forward_->layers_done();
     const bool durable = on_disk() && in_wave_ > kDurableRows;
-    if (!durable || layers == layers_before || layers == 0) return {};
+    // Behind the last layer only the logits are left, and the commit of the whole wave.
+    if (!durable || layers == layers_before || layers == 0 || layers == engine_->config().layers) return {};
     if (parked_.ids.empty()) FIRN_TRY(log_tokens(kPending, pending_, 0));
     FIRN_TRY(kv_.log_open_block(layers - 1));
     parked_ = {pending_, in_wave_, layers, hidden_[layers % 2]->tiles()};
     return commit(layers);
   }
-  if (hidden_[0] != nullptr) FIRN_TRY(drop_hidden());
   const std::vector<int32_t> fed(pending_.begin(), pending_.begin() + in_wave_);
   tokens_.insert(tokens_.end(), fed.begin(), fed.end());
   pending_.erase(pending_.begin(), pending_.begin() + in_wave_);
@@ -141,6 +148,7 @@ Status Session::after_step(int64_t layers_before) {
       FIRN_TRY(kv_.log()->log->journal({reinterpret_cast<const char*>(fed.data()), fed.size() * sizeof(int32_t)}));
     }
   }
+  drop_hidden();  // no commit names them any more
   if (!pending_.empty()) return begin_wave();
   const std::span<const float> row = forward_->logits(0);
   logits_.assign(row.begin(), row.end());
@@ -148,16 +156,16 @@ Status Session::after_step(int64_t layers_before) {
   return {};
 }
 
-Status Session::drop_hidden() {
+// What cannot be removed now is emptied when the next wave needs it.
+void Session::drop_hidden() {
   for (auto& file : hidden_) {
     if (file == nullptr) continue;
     hidden_bytes_ += file->bytes_written();
     const std::string path = file->path();
     file.reset();
-    FIRN_TRY(engine_->file_system().remove_file(path));
+    (void)engine_->file_system().remove_file(path);
   }
-  if (!scratch_dir_.empty()) FIRN_TRY(engine_->file_system().remove_folder(std::exchange(scratch_dir_, {})));
-  return {};
+  if (!scratch_dir_.empty()) (void)engine_->file_system().remove_folder(std::exchange(scratch_dir_, {}));
 }
 
 Status Session::log_tokens(uint16_t which, std::span<const int32_t> ids, int64_t from) {
@@ -207,7 +215,7 @@ Result<Session> Engine::open_session(const std::string& dir) {
   Session session(this);
   const auto there = fs_->list_folder(base);
   if (!there.ok() && there.status().code() != Code::kNotFound) return there.status();
-  const bool fresh = !there.ok() || there->empty();
+  const bool fresh = !there.ok() || storage::KvLog::unborn(*fs_, base);
   if (fresh) {
     for (const std::string& more : options_.kv_dirs) {
       const std::string name = more + "/" + base.substr(base.find_last_of('/') + 1) + ".part";

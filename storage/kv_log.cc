@@ -11,6 +11,29 @@ namespace firn::storage {
 
 KvLog::KvLog(std::unique_ptr<Core> core) : core_(std::move(core)) {}
 
+bool KvLog::unborn(FileSystem& fs, const std::string& dir) {
+  const auto names = fs.list_folder(dir);
+  if (!names.ok()) return false;
+  for (const std::string& name : *names) {
+    if (name == "lock") continue;
+    if (name != "journal" && name != segment_name(1)) return false;
+    const auto file = fs.open(dir + "/" + name, OpenMode::kRead);
+    if (!file.ok()) return false;
+    const auto size = (*file)->size();
+    // A header alone, whole or torn; records would follow it.
+    SegmentHeader header{};
+    if (!size.ok()) return false;
+    if (*size >= kPage && name != "journal" &&
+        !(*file)->read_at(0, std::as_writable_bytes(std::span(&header, 1))).ok()) {
+      return false;
+    }
+    const bool whole = std::memcmp(header.magic, kSegmentMagic, sizeof(kSegmentMagic)) == 0;
+    if (name == "journal" ? *size > 0 : *size > (whole ? static_cast<int64_t>(header.header_bytes) : kPage))
+      return false;
+  }
+  return true;
+}
+
 Result<std::unique_ptr<KvLog>> KvLog::create(FileSystem& fs, const std::string& dir, const KvLogOptions& options) {
   auto core = std::make_unique<Core>();
   core->fs = &fs;
@@ -21,7 +44,7 @@ Result<std::unique_ptr<KvLog>> KvLog::create(FileSystem& fs, const std::string& 
     FIRN_TRY(fs.make_folder(d));
     FIRN_ASSIGN(const auto names, fs.list_folder(d));
     for (const std::string& name : names) {
-      if (name == "lock") continue;
+      if (name == "lock" || unborn(fs, d)) continue;
       return invalid(fmt::format("{}: expected an empty folder for a new session, found {} in it", d, name));
     }
   }

@@ -88,12 +88,14 @@ struct KvLogStats {
 
 class KvLog {
  public:
-  // A new log in a folder that does not exist yet or is empty. The folder's parent must exist.
+  // A new log in a folder that does not exist yet, is empty or unborn(). The folder's parent must exist.
   static Result<std::unique_ptr<KvLog>> create(FileSystem& fs, const std::string& dir, const KvLogOptions& options);
   // Opens one as of its last commit. options.identity must equal the stored one (or be empty: not compared); the error
   // names both. more_dirs are taken from the log itself; those given must be the same or absent.
   static Result<std::unique_ptr<KvLog>> open(FileSystem& fs, const std::string& dir, const KvLogOptions& options);
   ~KvLog();  // does not commit
+  // An empty folder, or what a create() that died has left: nothing was ever appended.
+  static bool unborn(FileSystem& fs, const std::string& dir);
 
   // Appends the blocks, in records of at most a few MiB, and returns their places in the order given. All or nothing is
   // not promised on an error: entries of complete records stay.

@@ -341,6 +341,26 @@ Result<std::optional<SlotCache::Pin>> SlotCache::acquire(SlotKey key) {
   return std::optional<Pin>(Pin(this, slot));
 }
 
+Result<std::optional<SlotCache::Pin>> SlotCache::acquire_waiting(SlotKey key) {
+  for (;;) {
+    FIRN_ASSIGN(auto pin, acquire(key));
+    if (pin.has_value()) return pin;
+    IoTicket guess;
+    {
+      const std::lock_guard lock(core_->mutex);
+      core_->prune_guesses();
+      for (const Core::Slot& s : core_->slots) {
+        if (s.state == Core::State::kLoading && s.pins == 0) guess = s.ticket;
+      }
+    }
+    if (!guess) return std::optional<Pin>();
+    const auto start = std::chrono::steady_clock::now();
+    (void)guess.wait();
+    const std::lock_guard lock(core_->mutex);
+    core_->stats.wait_seconds += seconds_since(start);
+  }
+}
+
 std::optional<SlotCache::Pin> SlotCache::find(SlotKey key) {
   const std::lock_guard lock(core_->mutex);
   const int32_t slot = core_->look(key);

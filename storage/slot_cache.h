@@ -97,6 +97,8 @@ class SlotCache {
   // A pin on the key's slot; counts a use. nullopt: the key is not there and no slot can be had now (all pinned or
   // loading). An error: the source refused, or memory for a new slot is short.
   Result<std::optional<Pin>> acquire(SlotKey key);
+  // As acquire, but where only loads made on a guess stand in the way it waits for one of them and takes its slot.
+  Result<std::optional<Pin>> acquire_waiting(SlotKey key);
   // As acquire for keys that are ready or loading; never starts a load and never evicts. Counts a use when found.
   std::optional<Pin> find(SlotKey key);
   bool contains(SlotKey key) const;  // ready or loading; counts nothing
