@@ -80,7 +80,9 @@ void BenchContext::emit(const BenchRow& row) {
   ++rows_;
   const double gb_s = static_cast<double>(row.bytes) / row.time.median * 1e-9;
   const double gflop_s = static_cast<double>(row.flops) / row.time.median * 1e-9;
-  const double ratio = row.limit > 0 ? (row.limit_is_bytes ? gb_s : gflop_s) / row.limit : 0;
+  const double ratio = row.ratio > 0   ? row.ratio
+                       : row.limit > 0 ? (row.limit_is_bytes ? gb_s : gflop_s) / row.limit
+                                       : 0;
   const int threads = row.threads > 0 ? row.threads : team_->size();
   if (globals_.json) {
     nlohmann::ordered_json json = {{"bench", row.bench},
@@ -97,8 +99,8 @@ void BenchContext::emit(const BenchRow& row) {
                                    {"limit", nullptr},
                                    {"ratio", nullptr},
                                    {"limit_source", nullptr}};
-    if (row.limit > 0) {
-      json["limit"] = row.limit;
+    if (row.limit > 0 || row.ratio > 0) {
+      if (row.limit > 0) json["limit"] = row.limit;
       json["ratio"] = ratio;
       json["limit_source"] = row.limit_source;
     }
@@ -111,9 +113,11 @@ void BenchContext::emit(const BenchRow& row) {
   }
   line_(fmt::format(
       "{:<9} {:<34} {:>3} {:>11.3f} {:>9.1f} {:>10.1f} {:>6}  {}", row.bench, row.shape, threads, row.time.median * 1e3,
-      gb_s, gflop_s, row.limit > 0 ? fmt::format("{:.2f}", ratio) : "-",
-      row.limit > 0 ? fmt::format("{:.1f} {} {}", row.limit, row.limit_is_bytes ? "GB/s" : "GFLOP/s", row.limit_source)
-                    : ""));
+      gb_s, gflop_s, row.limit > 0 || row.ratio > 0 ? fmt::format("{:.3f}", ratio) : "-",
+      row.ratio > 0 ? row.limit_source
+      : row.limit > 0
+          ? fmt::format("{:.1f} {} {}", row.limit, row.limit_is_bytes ? "GB/s" : "GFLOP/s", row.limit_source)
+          : ""));
 }
 
 Result<double> BenchContext::memory_limit() {

@@ -27,13 +27,16 @@ inline constexpr int64_t kRotateBytes = int64_t{3} << 29;  // 1.5 GiB
 struct BenchOptions {
   int threads = 0;  // 0: one a core we may use
   int runs = 7;
-  std::vector<int64_t> tokens;       // linear, moe; empty: the bench's own
-  std::vector<std::string> formats;  // moe, linear
-  std::vector<int64_t> depths;       // attention, index, model
-  std::vector<int64_t> queries;      // attention, index
-  std::string model;                 // model
-  int64_t prompt = 512, gen = 64;    // model
-  std::vector<int64_t> steps;        // model
+  std::vector<int64_t> tokens;                  // linear, moe; empty: the bench's own
+  std::vector<std::string> formats;             // moe, linear
+  std::vector<int64_t> depths;                  // attention, index, model
+  std::vector<int64_t> queries;                 // attention, index
+  std::string model;                            // model
+  int64_t prompt = 512, gen = 64;               // model
+  std::vector<int64_t> steps;                   // model
+  std::vector<std::string> sessions;            // tiers
+  int64_t expert_percent = 25, kv_percent = 5;  // tiers: of all experts, of all KV of sparse layers
+  std::string dir;                              // disk, tiers: where files may be made
 };
 
 struct Timing {
@@ -53,7 +56,8 @@ struct BenchRow {
   double limit = 0;
   bool limit_is_bytes = true;
   std::string limit_source;
-  int threads = 0;  // 0: the team's
+  double ratio = 0;  // where it is not the rate over the limit: what limit_source says
+  int threads = 0;   // 0: the team's
 };
 
 class BenchContext {
@@ -125,9 +129,13 @@ Status bench_moe(BenchContext& context);
 Status bench_attention(BenchContext& context);  // bench_attention.cc
 Status bench_index(BenchContext& context);      // bench_index.cc
 Status bench_model(BenchContext& context);      // bench_model.cc
+Status bench_disk(BenchContext& context);       // bench_disk.cc
+Status bench_tiers(BenchContext& context);      // bench_tiers.cc
 
 // One rate each, for the limits.
 Result<double> measure_memory_read(BenchContext& context);
 Result<double> measure_best_gemm(BenchContext& context);
+// GB/s of random reads of a file past the page cache, the best of a few sizes.
+Result<double> measure_file_read(const std::string& path);
 
 }  // namespace firn::tools

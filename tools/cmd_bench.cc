@@ -30,6 +30,8 @@ const Bench kBenches[] = {
     {"attention", "sparse and dense attention at depth", bench_attention, true},
     {"index", "block scores and the exact choice of blocks at depth", bench_index, true},
     {"model", "prefill, decode and small steps of a checkpoint (--model DIR)", bench_model, false},
+    {"disk", "random reads of a drive by size and depth, and writing (--dir DIR)", bench_disk, false},
+    {"tiers", "experts from disk; far KV, with --session SHORT,LONG (--model DIR)", bench_tiers, false},
 };
 
 struct Flags {
@@ -39,9 +41,10 @@ struct Flags {
   int threads = 0, runs = 7;
   std::vector<int64_t> tokens, queries;
   std::vector<std::string> formats, depths;
-  std::string model;
-  int64_t prompt = 512, gen = 64;
+  std::string model, dir;
+  int64_t prompt = 512, gen = 64, expert_percent = 25, kv_percent = 5;
   std::vector<int64_t> steps = {1, 4};
+  std::vector<std::string> sessions;
 };
 
 std::string names() {
@@ -184,9 +187,18 @@ int run_benches(const Flags& flags, const Globals& globals) {
     if (flags.all) break;
     const std::string name = bench->name;
     const bool rows = name == "linear" || name == "moe", depth = name == "attention" || name == "index",
-               model = name == "model";
-    if (model && flags.model.empty()) return usage_error("bench model: --model DIR names the checkpoint");
-    if (!model && !flags.model.empty()) return usage_error(fmt::format("bench {}: --model belongs to model", name));
+               model = name == "model" || name == "tiers";
+    if (model && flags.model.empty()) {
+      return usage_error(fmt::format("bench {}: --model DIR names the checkpoint", name));
+    }
+    if (!model && !flags.model.empty()) {
+      return usage_error(fmt::format("bench {}: --model belongs to model and tiers", name));
+    }
+    if (name == "disk" && flags.dir.empty()) return usage_error("bench disk: --dir DIR says on which drive");
+    if (name != "disk" && !flags.dir.empty()) return usage_error(fmt::format("bench {}: --dir belongs to disk", name));
+    if (name != "tiers" && !flags.sessions.empty()) {
+      return usage_error(fmt::format("bench {}: --session belongs to tiers", name));
+    }
     if (!rows && (!flags.tokens.empty() || !flags.formats.empty())) {
       return usage_error(fmt::format("bench {}: --tokens and --format belong to linear and moe", name));
     }
@@ -205,6 +217,10 @@ int run_benches(const Flags& flags, const Globals& globals) {
   options.prompt = flags.prompt;
   options.gen = flags.gen;
   options.steps = flags.steps;
+  options.sessions = flags.sessions;
+  options.dir = flags.dir;
+  options.expert_percent = flags.expert_percent;
+  options.kv_percent = flags.kv_percent;
   for (const std::string& format : flags.formats) {
     const Result<WeightFormat> parsed = parse_weight_format(format);
     if (!parsed.ok()) return usage_error(parsed.status().message());
@@ -263,7 +279,15 @@ Runner add_bench(CLI::App& app, const Globals& globals) {
   app.add_option("--format", flags->formats, "linear, moe: mxfp8, nvfp4, bf16, mxfp4, f32")->delimiter(',');
   app.add_option("--depth", flags->depths, "attention, index: positions before the queries, such as 8K,128K")
       ->delimiter(',');
-  app.add_option("--model", flags->model, "model: the checkpoint");
+  app.add_option("--model", flags->model, "model, tiers: the checkpoint");
+  app.add_option("--dir", flags->dir, "disk: a folder on the drive to measure");
+  app.add_option("--session", flags->sessions, "tiers: a short and a long session of this checkpoint")->delimiter(',');
+  app.add_option("--expert-percent", flags->expert_percent, "tiers: experts in memory, of all")
+      ->check(CLI::Range(1, 100))
+      ->capture_default_str();
+  app.add_option("--kv-percent", flags->kv_percent, "tiers: K and V of sparse layers in memory, of all")
+      ->check(CLI::Range(1, 100))
+      ->capture_default_str();
   app.add_option("--prompt", flags->prompt, "model: tokens of a prefill")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   app.add_option("--gen", flags->gen, "model: tokens decoded")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));

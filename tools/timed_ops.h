@@ -14,7 +14,10 @@ class TimedOps final : public Ops {
  public:
   explicit TimedOps(Ops* inner) : inner_(inner) {}
   double seconds() const { return std::chrono::duration<double>(spent_).count(); }
-  void reset() { spent_ = {}; }
+  void reset() { spent_ = choosing_ = dense_ = {}; }
+  // Of these: choosing blocks, and attention to all blocks.
+  double choosing_seconds() const { return std::chrono::duration<double>(choosing_).count(); }
+  double dense_seconds() const { return std::chrono::duration<double>(dense_).count(); }
 
   std::string name() const override { return inner_->name(); }
   Space space() const override { return inner_->space(); }
@@ -27,9 +30,19 @@ class TimedOps final : public Ops {
   Ticket norm_rope(const NormRopeParams& p) override { return timed(&Ops::norm_rope, p); }
   Ticket kv_append(const KvAppendParams& p) override { return timed(&Ops::kv_append, p); }
   Ticket index_append(const IndexAppendParams& p) override { return timed(&Ops::index_append, p); }
-  Ticket index_select(const IndexSelectParams& p) override { return timed(&Ops::index_select, p); }
+  Ticket index_select(const IndexSelectParams& p) override {
+    const auto before = spent_;
+    const Ticket ticket = timed(&Ops::index_select, p);
+    choosing_ += spent_ - before;
+    return ticket;
+  }
   Ticket block_scores(const BlockScoresParams& p) override { return timed(&Ops::block_scores, p); }
-  Ticket attention(const AttentionParams& p) override { return timed(&Ops::attention, p); }
+  Ticket attention(const AttentionParams& p) override {
+    const auto before = spent_;
+    const Ticket ticket = timed(&Ops::attention, p);
+    if (p.block_ids.empty()) dense_ += spent_ - before;
+    return ticket;
+  }
   Ticket attention_partial(const AttentionPartialParams& p) override { return timed(&Ops::attention_partial, p); }
   Ticket attention_merge(const AttentionMergeParams& p) override { return timed(&Ops::attention_merge, p); }
   Ticket add(const AddParams& p) override { return timed(&Ops::add, p); }
@@ -53,7 +66,7 @@ class TimedOps final : public Ops {
     return result;
   }
   Ops* const inner_;
-  std::chrono::steady_clock::duration spent_{};
+  std::chrono::steady_clock::duration spent_{}, choosing_{}, dense_{};
 };
 
 }  // namespace firn::tools
