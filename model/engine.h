@@ -52,6 +52,7 @@ struct EngineOptions {
   bool kv_compress = false;
   std::string expert_policy = "frequency";
   bool prefetch_experts = true, prefetch_kv = true;
+  bool always_guess = false;  // also where it does not pay
   bool io_uring = true;
   bool sessions = false;               // a session on disk will be opened
   std::optional<bool> hidden_on_disk;  // for tests: instead of choosing by memory
@@ -209,6 +210,7 @@ class Session {
   const KvCache& kv() const { return kv_; }
   KvCache& kv() { return kv_; }
   int64_t hidden_bytes_written() const { return hidden_bytes_; }
+  const Forward* forward() const { return forward_.get(); }  // null before the first begin()
 
  private:
   friend class Engine;

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 namespace firn::model {
@@ -24,6 +25,10 @@ struct Sizes {
         ik(c.n_sparse() == 0 ? 0 : c.index_dim) {}
   int64_t wide() const { return std::max(chunk, pairs); }
 };
+
+double seconds_since(std::chrono::steady_clock::time_point t) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
+}
 
 int64_t guess_bytes(const ModelConfig& c) {
   return 256 + Forward::kGuessRows * (c.hidden + 2 * c.experts_per_token) * int64_t{4};
@@ -224,6 +229,12 @@ Status Forward::begin(Wave wave) {
   }
   layer_ = layers_done_ = wave_.hidden.start_layer;
   section_ = 0;
+  const bool few = rows_ <= kGuessRows;
+  guess_experts_ = options_.experts != nullptr && options_.prefetch_experts &&
+                   (!few || options_.always_guess || expert_probe_.guess());
+  guess_kv_ =
+      wave_.spans[0].kv->may_be_far() && options_.prefetch_kv && few && (options_.always_guess || kv_probe_.guess());
+  expert_cost_ = kv_cost_ = 0;
   enter(layer_ == 0 ? Stage::kEmbed : Stage::kLoad);
   return {};
 }
@@ -381,6 +392,10 @@ Status Forward::advance() {
     case Stage::kStore:
       return next_ < tiles ? Status() : next_section();
     case Stage::kLogits:
+      if (rows_ <= kGuessRows) {
+        expert_probe_.record(expert_cost_);
+        kv_probe_.record(kv_cost_);
+      }
       for (WaveSpan& span : wave_.spans) FIRN_TRY(span.kv->commit(static_cast<int64_t>(span.ids.size())));
       running_ = false;
       finished_ = true;
@@ -597,16 +612,22 @@ Status Forward::experts_step(const ExpertGroup& group) {
     const bool last_group = next_ + 1 == static_cast<int64_t>(groups_.size());
     const bool keep = !last_group && groups_[static_cast<size_t>(next_ + 1)].items.front().expert == ids.back();
     FIRN_TRY(walk_->ask());  // before any guess
-    if (options_.prefetch_experts && walk_->all_asked()) guess_experts();
+    auto start = std::chrono::steady_clock::now();
+    double computing = 0;
+    if (guess_experts_ && walk_->all_asked()) guess_experts();
     FIRN_TRY(walk_->each(ids, keep, [&](std::span<const ExpertWalk::Ready> ready) {
+      const auto computed_from = std::chrono::steady_clock::now();
       std::vector<int32_t> there;
       std::vector<ExpertWeights> weights;
       for (const ExpertWalk::Ready& r : ready) {
         there.push_back(r.expert);
         weights.push_back(r.weights);
       }
-      return compute_experts(group, there, weights);
+      Status status = compute_experts(group, there, weights);
+      computing += seconds_since(computed_from);
+      return status;
     }));
+    expert_cost_ += seconds_since(start) - computing;
   }
   return ops_->wait(ops_->combine({view(accumulator_, DType::kF32, section().n_rows, H), y, rows,
                                    std::span<const float>(pair_weights_.data() + group.pair_begin, n)}));

@@ -31,6 +31,7 @@
 
 #include "model/config.h"
 #include "model/kv.h"
+#include "model/probe.h"
 #include "model/weights.h"
 #include "runtime/ops.h"
 
@@ -89,6 +90,8 @@ struct ForwardOptions {
   ExpertStore* experts = nullptr;
   // What to fetch on a guess; never changes a result.
   bool prefetch_experts = false, prefetch_kv = false;
+  // false: guess only while it pays, as measured (model/probe.h).
+  bool always_guess = false;
 };
 
 class Forward {
@@ -115,6 +118,9 @@ class Forward {
   int64_t n_logits() const { return static_cast<int64_t>(logit_rows_.size()); }
   std::span<const float> logits(int64_t i) const;  // of the i-th wanted position, spans in order
   const Captured& captured() const { return captured_; }
+  // Whether guessing paid in steps of few rows so far.
+  const Probe& expert_probe() const { return expert_probe_; }
+  const Probe& kv_probe() const { return kv_probe_; }
 
   // Bytes a wave of `rows` rows with `n_logits` wanted positions takes besides weights, KV and the Ops' own scratch;
   // with `stream`, its hidden states on disk.
@@ -209,7 +215,10 @@ class Forward {
   Stage stage_ = Stage::kEmbed;
   int64_t layer_ = 0;
   int64_t layers_done_ = 0;
-  int64_t guessed_layer_ = -1;  // whose experts were asked for on a guess already
+  Probe expert_probe_, kv_probe_;
+  bool guess_experts_ = false, guess_kv_ = false;  // in this wave
+  double expert_cost_ = 0, kv_cost_ = 0;           // seconds of this wave lost to waiting and guessing
+  int64_t guessed_layer_ = -1;                     // whose experts were asked for on a guess already
   int64_t section_ = 0;
   int64_t next_ = 0;  // chunk of the section, group or tile of the stage
 

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <optional>
 #include <unordered_set>
@@ -106,7 +107,11 @@ Status Forward::attention_step(const Chunk& chunk) {
   const MatrixView y[] = {view(y_, DType::kF32, n, c.hidden)};
   ops_->linear({attention.out, o, y});
   FIRN_TRY(ops_->wait(ops_->add({h, y[0]})));
-  if (options_.prefetch_kv && rows_ <= kGuessRows) guess_blocks(chunk);
+  if (guess_kv_) {
+    const auto start = std::chrono::steady_clock::now();
+    guess_blocks(chunk);
+    kv_cost_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
   return {};
 }
 
@@ -145,7 +150,9 @@ Status Forward::attend(const Chunk& chunk, const AttentionParams& all, Far* far)
     return mass ? capture_mass(all, 0) : ops_->wait(ticket);
   }
   for (;;) {
+    const auto start = std::chrono::steady_clock::now();
     for (Far::Pinned& p : far->pins) FIRN_TRY(p.pin.wait());
+    kv_cost_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     for (Far::Pinned& p : far->pins) p.kv->set_near(layer_, p.group, p.block, p.pin.data());
     const int64_t begin = far->begin, n = far->end - far->begin;
     AttentionParams part = all;

@@ -45,6 +45,7 @@ Status Session::begin(std::span<const int32_t> ids, Capture capture) {
     options.experts = engine_->experts();
     options.prefetch_experts = engine_->options().prefetch_experts;
     options.prefetch_kv = engine_->options().prefetch_kv;
+    options.always_guess = engine_->options().always_guess;
     forward_ = std::make_unique<Forward>(&engine_->config(), &engine_->weights(), &engine_->ops(), options);
     capture_ = capture;
   }

@@ -143,6 +143,19 @@ std::vector<std::string> tier_lines(const model::Engine& engine) {
   return lines;
 }
 
+std::vector<std::string> probe_lines(const model::Session& session) {
+  std::vector<std::string> lines;
+  if (session.forward() == nullptr) return lines;
+  for (const auto& [name, probe] :
+       {std::pair("experts", &session.forward()->expert_probe()), std::pair("KV", &session.forward()->kv_probe())}) {
+    if (!probe->known() || probe->with_guesses() + probe->without_guesses() == 0) continue;
+    lines.push_back(fmt::format("guessing {}: {} (lost a token {:.2f} ms with, {:.2f} ms without)", name,
+                                probe->paying() ? "pays" : "turned down, it does not pay", probe->with_guesses() * 1e3,
+                                probe->without_guesses() * 1e3));
+  }
+  return lines;
+}
+
 nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Generation& g, bool prompt_ids,
                                    const std::vector<int32_t>& prompt) {
   using nlohmann::ordered_json;

@@ -30,6 +30,9 @@ nlohmann::ordered_json answer_json(const model::Engine& engine, const model::Gen
 // What the tiers did, a line each; none when everything is near.
 std::vector<std::string> tier_lines(const model::Engine& engine);
 
+// Whether reading on a guess paid, a line for each kind that was tried.
+std::vector<std::string> probe_lines(const model::Session& session);
+
 // Peak resident memory of this process so far.
 int64_t peak_rss_bytes();
 

@@ -348,7 +348,10 @@ int run_once(const RunFlags& f, const Globals& globals) {
     }
     if (f.evidence) print_evidence(**engine, g, evidence);
   }
-  if (f.stats) print_stats(**engine, g);
+  if (f.stats) {
+    print_stats(**engine, g);
+    for (const std::string& line : probe_lines(session)) std::fprintf(stderr, "%s\n", line.c_str());
+  }
   return status.ok() ? 0 : report(status);
 }
 

@@ -253,7 +253,10 @@ Runner add_session(CLI::App& app, const Globals& globals) {
   auto flags = std::make_shared<SessionFlags>();
   SessionFlags& f = *flags;
   app.require_subcommand(1);
-  const auto command = [&](const char* name, const char* words) { return app.add_subcommand(name, words); };
+  // --json and --quiet may stand behind the subcommand's name.
+  const auto command = [&](const char* name, const char* words) {
+    return app.add_subcommand(name, words)->fallthrough()->allow_extras(false);
+  };
   auto* list_cmd = command("list", "sessions in a folder");
   list_cmd->add_option("dir", f.dir, "folder; default: this one")->option_text("DIR");
   auto* info_cmd = command("info", "what a session holds");

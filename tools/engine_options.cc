@@ -59,7 +59,8 @@ void add_engine_flags(CLI::App& app, EngineFlags* f) {
       app.add_option("--kv-disk", f->kv_disk, "most that far KV may take on disk; default: 90 % of what is free there"),
       "SIZE");
   app.add_flag("--kv-compress", f->kv_compress, "zstd for KV on disk: less of it, at the cost of processor time");
-  typed(app.add_option("--prefetch", f->prefetch, "auto, off, kv, experts or all: reads on a guess; default: auto"),
+  typed(app.add_option("--prefetch", f->prefetch,
+                       "reads on a guess: auto (while they pay), off, kv, experts or all; default: auto"),
         "WHAT");
   typed(app.add_option("--expert-policy", f->expert_policy, "what the expert cache keeps, frequency or lru"), "NAME");
   typed(app.add_option("--io", f->io, "auto (io_uring where the kernel allows it) or preads"), "WAY");
@@ -180,6 +181,7 @@ Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const G
   options.expert_policy = f.expert_policy;
   options.prefetch_experts = f.prefetch == "auto" || f.prefetch == "all" || f.prefetch == "experts";
   options.prefetch_kv = f.prefetch == "auto" || f.prefetch == "all" || f.prefetch == "kv";
+  options.always_guess = f.prefetch != "auto" && f.prefetch != "off";
   options.io_uring = f.io == "auto";
   options.sessions = !f.session.empty();
   options.cancel = &interrupted();

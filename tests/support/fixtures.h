@@ -72,6 +72,7 @@ inline model::EngineOptions engine_options(const std::string& path, const ModelO
   if (!m.kv_dir.empty()) options.kv_dirs = {m.kv_dir};
   options.prefetch_experts = m.prefetch_experts;
   options.prefetch_kv = m.prefetch_kv;
+  options.always_guess = true;
   options.io_uring = m.io_uring;
   options.kv_compress = m.compress;
   options.sessions = m.sessions;
