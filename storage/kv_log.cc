@@ -53,6 +53,12 @@ Result<std::unique_ptr<KvLog>> KvLog::create(FileSystem& fs, const std::string& 
   core->log_id = static_cast<uint64_t>(random()) << 32 | random();
   for (size_t d = 0; d < core->dirs.size(); ++d) FIRN_TRY(core->new_segment(static_cast<int>(d), 1).status());
   FIRN_TRY(core->read_journal());
+  if (options.durable) {
+    for (const std::string& d : core->dirs) {
+      const size_t slash = d.find_last_of('/');
+      FIRN_TRY(fs.sync_folder(slash == std::string::npos ? "." : slash == 0 ? "/" : d.substr(0, slash)));
+    }
+  }
   return std::unique_ptr<KvLog>(new KvLog(std::move(core)));
 }
 
@@ -71,6 +77,7 @@ KvLog::~KvLog() {
   if (core_->options.durable) return;
   core_->journal.reset();
   for (const auto& s : core_->segments) {
+    if (s->file == nullptr) continue;
     const std::string path = s->file->path();
     s->file.reset();
     if (!s->gone) remove_quietly(path);
@@ -90,7 +97,7 @@ Result<std::vector<BlockPlace>> KvLog::append(std::span<const LogEntry> entries)
   int64_t bytes = 0;
   const auto write = [&]() -> Status {
     if (sources.empty()) return {};
-    FIRN_TRY(c.put_blocks(&sources));
+    FIRN_TRY(c.put_blocks(&sources, true));
     sources.clear();
     bytes = 0;
     return {};
@@ -107,7 +114,7 @@ Result<std::vector<BlockPlace>> KvLog::append(std::span<const LogEntry> entries)
       const auto before = static_cast<int64_t>(entry.bytes.size()), after = static_cast<int64_t>(s.owned.size());
       if (after > 0 && pages(after) < pages(before)) {
         s.stored = s.owned;
-        s.entry.codec = 1;
+        s.entry.codec = static_cast<uint8_t>(c.options.element_bytes);
         const std::lock_guard guard(c.mutex);
         c.stats.compressed_from += before;
         c.stats.compressed_to += pages(after) * kPage;
@@ -152,15 +159,15 @@ Status KvLog::drop(const std::function<bool(const BlockKey&)>& which) {
   return {};
 }
 
-Status KvLog::commit(std::string_view state) { return core_->commit(state); }
+Status KvLog::commit(std::string_view state) { return core_->commit(state, true); }
 
 Status KvLog::journal(std::string_view text) {
   Core& c = *core_;
   if (static_cast<int64_t>(text.size()) > kMostNote) {
     return invalid(fmt::format("a note of {} bytes: expected at most {}", text.size(), kMostNote));
   }
-  const Note note{kJournalMagic, static_cast<uint32_t>(text.size()), c.log_id, c.commit_sequence,
-                  XXH3_64bits_withSeed(text.data(), text.size(), c.commit_sequence)};
+  const Note note{kJournalMagic, static_cast<uint32_t>(text.size()), c.log_id, c.epoch,
+                  XXH3_64bits_withSeed(text.data(), text.size(), c.epoch)};
   std::vector<std::byte> data(sizeof(Note) + text.size());
   std::memcpy(data.data(), &note, sizeof(note));
   std::memcpy(data.data() + sizeof(note), text.data(), text.size());
@@ -193,6 +200,7 @@ void KvLog::for_each(const std::function<void(const BlockKey&, const BlockPlace&
 
 IoRead KvLog::read_of(const BlockKey& key, const BlockPlace& place, std::span<std::byte> dst) const {
   const Core::Segment* segment = core_->segment_of(place);
+  FIRN_CHECK(segment->file != nullptr, "a place from before the log was compacted");
   FIRN_CHECK(static_cast<int64_t>(dst.size()) >= place.bytes, "a destination shorter than its block");
   IoRead read;
   std::shared_ptr<std::byte> scratch;
@@ -206,17 +214,16 @@ IoRead KvLog::read_of(const BlockKey& key, const BlockPlace& place, std::span<st
   int64_t n = place.stored_bytes;
   if (place.codec != 0) n = pages(n) * kPage;
   read.pieces.push_back({segment->file.get(), place.offset, n, to});
-  read.finish = [key, place, dst, to, scratch, path = segment->file->path(),
-                 element_bytes = core_->options.element_bytes]() -> Status {
+  read.finish = [key, place, dst, to, scratch, file = segment->file]() -> Status {
     const uint64_t found = XXH3_64bits(to, static_cast<size_t>(place.stored_bytes));
     if (found != place.checksum) {
       return corrupt(fmt::format("{}: {} at offset {}: expected checksum {:016x}, found {:016x}: the file is damaged",
-                                 path, Core::words(key), place.offset, place.checksum, found));
+                                 file->path(), Core::words(key), place.offset, place.checksum, found));
     }
     if (place.codec == 0) return {};
-    return decompress_block({to, static_cast<size_t>(place.stored_bytes)}, element_bytes,
+    return decompress_block({to, static_cast<size_t>(place.stored_bytes)}, place.codec,
                             dst.first(static_cast<size_t>(place.bytes)))
-        .with_context(fmt::format("{}: {}", path, Core::words(key)));
+        .with_context(fmt::format("{}: {}", file->path(), Core::words(key)));
   };
   return read;
 }
@@ -306,24 +313,35 @@ Status KvLog::compact(bool all, const std::function<void(int64_t, int64_t)>& pro
     for (const Core::Source& s : sources) done += static_cast<int64_t>(s.stored.size());
     if (progress) progress(done, total);
   }
+  // What a drop record in them held down could come back from segments that stay.
+  if (old.size() < n_before) {
+    c.pending_drops.assign(c.dropped.begin(), c.dropped.end());
+    FIRN_TRY(c.flush_drops());
+  }
   for (const size_t i : old) c.segments[i]->gone = true;
-  if (Status s = c.commit(std::string(c.state)); !s.ok()) {
+  if (Status s = c.commit(std::string(c.state), false); !s.ok()) {
     for (const size_t i : old) c.segments[i]->gone = false;
     return s;
   }
   for (const size_t i : old) {
     Core::Segment& s = *c.segments[i];
-    const std::lock_guard guard(c.mutex);
-    c.stats.bytes_on_disk -= s.length;
-    c.stats.bytes_dead = 0;
-    FIRN_TRY(c.fs->remove_file(s.file->path()));
+    const std::string path = s.file->path();
+    {
+      const std::lock_guard guard(c.mutex);
+      c.stats.bytes_on_disk -= s.length;
+      s.file.reset();
+    }
+    (void)c.fs->remove_file(path);  // no commit names it any more: the next open tries again
   }
   return {};
 }
 
 KvLogStats KvLog::stats() const {
   const std::lock_guard guard(core_->mutex);
-  return core_->stats;
+  KvLogStats stats = core_->stats;
+  stats.bytes_dead = 0;
+  for (const auto& s : core_->segments) stats.bytes_dead += s->gone ? 0 : s->dead;
+  return stats;
 }
 
 }  // namespace firn::storage

@@ -57,7 +57,7 @@ struct BlockPlace {
   int64_t stored_bytes = 0;  // on disk; a multiple of 4096 is read
   int64_t bytes = 0;         // in memory
   uint64_t checksum = 0;     // XXH3-64 of the stored bytes
-  uint8_t codec = 0;         // 0 as it is, 1 zstd after a byte-plane split
+  uint8_t codec = 0;         // 0 as it is; else zstd over byte planes of elements of so many bytes
 };
 
 struct LogEntry {
@@ -69,7 +69,7 @@ struct KvLogOptions {
   std::vector<std::string> more_dirs;  // further drives: records are spread over the log's folder and these
   std::string identity;  // what must match when it is opened again: model hash, dtypes, block shape; one line of words
   int64_t disk_limit_bytes = -1;  // of all drives together; < 0: none
-  int64_t segment_bytes = int64_t{1} << 30;
+  int64_t segment_bytes = int64_t{4} << 30;
   bool durable = true;    // false: a scratch log; nothing is synced, and destruction removes the folder
   bool compress = false;  // zstd with a byte-plane split for what gains by it
   int element_bytes = 2;  // of the byte-plane split
@@ -100,7 +100,8 @@ class KvLog {
   // Appends the blocks, in records of at most a few MiB, and returns their places in the order given. All or nothing is
   // not promised on an error: entries of complete records stay.
   Result<std::vector<BlockPlace>> append(std::span<const LogEntry> entries);
-  Status drop(const std::function<bool(const BlockKey&)>& which);  // takes effect on disk with the next commit
+  // Takes effect on disk with the next commit. `which` must not call the log.
+  Status drop(const std::function<bool(const BlockKey&)>& which);
   Status commit(std::string_view state);
   Status journal(std::string_view note);  // at most 1 MiB
 

@@ -16,6 +16,7 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "storage/block_codec.h"
@@ -33,7 +34,8 @@ constexpr uint32_t kTailMagic = 0x4C494154;     // "TAIL"
 constexpr uint32_t kJournalMagic = 0x4E524A46;  // "FJRN"
 constexpr int64_t kRecordBytes = int64_t{8} << 20;
 constexpr uint8_t kDropped = 255;  // codec of an entry that forgets its key
-constexpr uint32_t kMostBlocks = uint32_t{1} << 28;
+constexpr uint32_t kMostBlocks = uint32_t{1} << 24;
+constexpr int64_t kTwice = int64_t{64} << 10;  // commits up to this are written twice: one flipped bit loses none
 constexpr int64_t kMostState = int64_t{1} << 30;
 constexpr int64_t kMostNote = int64_t{1} << 20;
 
@@ -59,7 +61,7 @@ static_assert(sizeof(SegmentHeader) == 64);
 struct RecordHeader {
   uint32_t magic;
   uint16_t type;
-  uint16_t zero;
+  uint16_t copies;  // commit: 2 when the same record follows, or is the second of the two
   uint64_t log_id;
   uint64_t sequence;
   uint32_t entries;
@@ -67,7 +69,7 @@ struct RecordHeader {
   uint64_t payload_bytes;    // of blocks behind the directory; a multiple of a page
   uint64_t extra;            // commit: bytes of state; footer: offset of the segment's last commit
   uint64_t checksum;         // of the directory pages with this field 0
-  uint64_t zeros;
+  uint64_t back;             // commit: bytes from the first of two copies to this one
 };
 static_assert(sizeof(RecordHeader) == 64);
 
@@ -160,11 +162,12 @@ struct KvLog::Core {
     uint32_t number = 0;
     int64_t length = 0;  // up to which records are complete
     int64_t live = 0;    // stored bytes that the table refers to
+    int64_t dead = 0;    // and that it did, and does no longer
     bool sealed = false;
     bool dirty = false;  // written since it was last synced
     bool gone = false;
     int64_t last_commit = 0;
-    std::unique_ptr<File> file;
+    std::shared_ptr<File> file;        // also held by reads in flight; null once the segment is gone
     std::vector<std::byte> directory;  // FooterGroups and Entries so far
   };
   struct Compact {
@@ -183,11 +186,13 @@ struct KvLog::Core {
   int lock_fd = -1;
   std::string state;
   std::vector<std::string> notes;
-  uint64_t sequence = 0;         // of the last record
-  uint64_t commit_sequence = 0;  // of the last commit
+  uint64_t sequence = 0;  // of the last record
+  uint64_t epoch = 0;     // of the last commit but those of compactions: what journal notes follow
+  Status broken;          // a sync failed: what the disk holds is unknown until the log is opened again
   std::unique_ptr<File> journal;
   int64_t journal_at = 0;
   std::vector<BlockKey> pending_drops;
+  std::set<BlockKey> dropped;  // keys that a drop record holds down, and that did not come back
   Pages staging;
 
   mutable std::mutex mutex;  // guards all below against find() and read_of()
@@ -216,8 +221,9 @@ struct KvLog::Core {
   static int64_t disk_bytes(const Compact& c) { return pages(c.stored) * kPage; }
 
   void forget(Compact* c) {
-    segments[static_cast<size_t>(c->segment)]->live -= disk_bytes(*c);
-    stats.bytes_dead += disk_bytes(*c);
+    Segment& s = *segments[static_cast<size_t>(c->segment)];
+    s.live -= disk_bytes(*c);
+    s.dead += disk_bytes(*c);
     c->segment = -1;
     --stats.entries;
   }
@@ -225,7 +231,11 @@ struct KvLog::Core {
   void apply(const Entry& e, int32_t segment, int64_t record_page) {
     const BlockKey key{static_cast<BlockKind>(e.kind), e.layer, e.group, e.block};
     if (Compact* old = look(key)) forget(old);
-    if (e.codec == kDropped) return;
+    if (e.codec == kDropped) {
+      dropped.insert(key);
+      return;
+    }
+    dropped.erase(key);
     std::vector<Compact>& row = table[row_of(key)];
     if (row.size() <= e.block) row.resize(std::max<size_t>(e.block + 1, row.size() + row.size() / 2));
     Compact& c = row[e.block];
@@ -354,8 +364,10 @@ struct KvLog::Core {
       if (!s->gone && s->drive == drive && (last == nullptr || s->number > last->number)) last = s.get();
     }
     FIRN_CHECK(last != nullptr, "a drive without a segment");
-    if (last->length + bytes <= options.segment_bytes || last->length <= 2 * kPage) return last;
-    FIRN_TRY(seal(last));
+    if (!last->sealed) {
+      if (last->length + bytes <= options.segment_bytes || last->length <= 2 * kPage) return last;
+      FIRN_TRY(seal(last));
+    }
     return new_segment(drive, last->number + 1);
   }
 
@@ -368,7 +380,7 @@ struct KvLog::Core {
 
   // Writes the record at the segment's end; the segment does not know it on an error.
   Status put(Segment* segment, std::byte* data, int64_t bytes) {
-    FIRN_TRY(limit(bytes));
+    FIRN_TRY(broken);
     const auto start = Clock::now();
     FIRN_TRY(segment->file->write_at(segment->length, {data, static_cast<size_t>(bytes)}));
     const std::lock_guard guard(mutex);
@@ -424,12 +436,13 @@ struct KvLog::Core {
   };
 
   // One record with these entries.
-  Status put_blocks(std::vector<Source>* sources) {
+  Status put_blocks(std::vector<Source>* sources, bool limited = false) {
     const int64_t directory =
         pages(static_cast<int64_t>(sizeof(RecordHeader) + sources->size() * sizeof(Entry))) * kPage;
     int64_t payload = 0;
     for (const Source& s : *sources) payload += pages(static_cast<int64_t>(s.stored.size())) * kPage;
     const int64_t bytes = directory + payload;
+    if (limited) FIRN_TRY(limit(bytes));
     FIRN_ASSIGN(Segment * segment, room(least_filled(), bytes));
     std::byte* data = staging.reserve(bytes);
     if (data == nullptr) return no_memory(fmt::format("no memory for a record of {} bytes", bytes));
@@ -499,7 +512,10 @@ struct KvLog::Core {
     const auto start = Clock::now();
     for (const auto& s : segments) {
       if (!s->dirty || s->gone) continue;
-      FIRN_TRY(s->file->sync());
+      if (Status synced = s->file->sync(); !synced.ok()) {
+        broken = synced.with_context("nothing more is written to this session until it is opened again");
+        return synced;
+      }
       s->dirty = false;
     }
     const std::lock_guard guard(mutex);
@@ -507,35 +523,43 @@ struct KvLog::Core {
     return {};
   }
 
-  Status commit(std::string_view new_state) {
+  // `fresh`: the journal starts anew; a compaction keeps it.
+  Status commit(std::string_view new_state, bool fresh) {
+    FIRN_TRY(broken);
     if (static_cast<int64_t>(new_state.size()) > kMostState) {
       return invalid(fmt::format("a session's state of {} bytes: expected at most {}", new_state.size(), kMostState));
     }
     FIRN_TRY(flush_drops());
     // The commit's own place first: sealing a segment is part of what it tells.
-    int64_t bytes = 0;
+    int64_t bytes = 0, copies = 1;
     Segment* segment = nullptr;
     for (;;) {
       const auto alive = static_cast<int64_t>(segments.size());
-      bytes = pages(static_cast<int64_t>(sizeof(RecordHeader) + dirs.size() * sizeof(DriveState) + new_state.size()) +
+      bytes = pages(static_cast<int64_t>(sizeof(RecordHeader) + sizeof(epoch) + dirs.size() * sizeof(DriveState) +
+                                         new_state.size()) +
                     alive * 4) *
               kPage;
-      FIRN_ASSIGN(segment, room(0, bytes));
+      copies = bytes <= kTwice ? 2 : 1;
+      FIRN_ASSIGN(segment, room(0, bytes * copies));
       if (alive == static_cast<int64_t>(segments.size())) break;
     }
     FIRN_TRY(sync_dirty());
-    std::byte* data = staging.reserve(bytes);
+    std::byte* data = staging.reserve(bytes * copies);
     if (data == nullptr) return no_memory(fmt::format("no memory for a commit of {} bytes", bytes));
     std::memset(data, 0, static_cast<size_t>(bytes));
     auto* header = reinterpret_cast<RecordHeader*>(data);
     header->magic = kRecordMagic;
     header->type = kCommit;
+    header->copies = static_cast<uint16_t>(copies);
     header->log_id = log_id;
     header->sequence = sequence + 1;
     header->entries = static_cast<uint32_t>(dirs.size());
     header->directory_pages = static_cast<uint32_t>(bytes / kPage);
     header->extra = new_state.size();
     std::byte* at = data + sizeof(RecordHeader);
+    const uint64_t new_epoch = fresh ? sequence + 1 : epoch;
+    std::memcpy(at, &new_epoch, sizeof(new_epoch));
+    at += sizeof(new_epoch);
     for (size_t drive = 0; drive < dirs.size(); ++drive) {
       DriveState d{};
       std::vector<uint32_t> alive;
@@ -555,18 +579,23 @@ struct KvLog::Core {
     }
     std::memcpy(at, new_state.data(), new_state.size());
     header->checksum = checksum_of<RecordHeader>(data, bytes);
-    const int64_t where = segment->length;
-    FIRN_TRY(put(segment, data, bytes));
-    if (Status s = sync_dirty(); !s.ok()) {
-      // What the disk holds is unknown: the record must not count, and the next one goes in its place.
-      segment->length = where;
-      return s;
+    if (copies == 2) {
+      std::byte* second = data + bytes;
+      std::memcpy(second, data, static_cast<size_t>(bytes));
+      auto* copy = reinterpret_cast<RecordHeader*>(second);
+      copy->back = static_cast<uint64_t>(bytes);
+      copy->checksum = checksum_of<RecordHeader>(second, bytes);
     }
+    const int64_t where = segment->length;
+    FIRN_TRY(put(segment, data, bytes * copies));
+    FIRN_TRY(sync_dirty());
     ++sequence;
-    commit_sequence = sequence;
     segment->last_commit = where;
     state.assign(new_state);
-    journal_at = 0;
+    if (fresh) {
+      epoch = new_epoch;
+      journal_at = 0;
+    }
     const std::lock_guard guard(mutex);
     ++stats.commits;
     return {};
@@ -584,10 +613,12 @@ struct KvLog::Core {
     uint32_t segment = 0;
     int64_t offset = 0;
   };
+  Result<bool> record_at(const File& file, int64_t* offset, int64_t end, std::vector<std::byte>* data);
   Result<std::vector<std::byte>> directory_at(const File& file, int64_t offset, int64_t end);
   Status check_entries(const std::string& path, const Found& f, int64_t end) const;
   Status entries_of(Segment* segment, int32_t number, bool sealed, std::vector<Found>* out);
   Status nothing_committed_behind(const File& file, int64_t offset, int64_t size);
+  Result<bool> holds_records(const File& file, int64_t size);
   Result<Last> last_commit(const std::vector<uint32_t>& numbers);
   Result<std::vector<uint32_t>> segment_numbers(const std::string& dir) const;
   Status open_all();

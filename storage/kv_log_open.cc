@@ -33,11 +33,32 @@ Result<std::vector<std::byte>> KvLog::Core::directory_at(const File& file, int64
   return data;
 }
 
+// The record at *offset; where that is the damaged first copy of a commit, its second one, which *offset then points
+// at.
+Result<bool> KvLog::Core::record_at(const File& file, int64_t* offset, int64_t end, std::vector<std::byte>* data) {
+  FIRN_ASSIGN(*data, directory_at(file, *offset, end));
+  if (!data->empty()) return true;
+  for (int64_t at = *offset + kPage; at <= *offset + kTwice && at + kPage <= end; at += kPage) {
+    FIRN_ASSIGN(*data, directory_at(file, at, end));
+    if (data->empty()) continue;
+    const RecordHeader header = header_in(*data);
+    if (header.type != kCommit || header.copies != 2 || static_cast<int64_t>(header.back) != at - *offset) break;
+    *offset = at;
+    return true;
+  }
+  data->clear();
+  return false;
+}
+
 Status KvLog::Core::check_entries(const std::string& path, const Found& f, int64_t end) const {
   for (const Entry& e : f.entries) {
     const int64_t last = (f.page + e.page) * kPage + pages(e.stored) * kPage;
+    if (e.codec == 0 && e.stored != e.bytes) {
+      return corrupt(fmt::format("{}: an entry of the record at {} (layer {}, block {}): expected {} bytes, found {}",
+                                 path, f.page * kPage, e.layer, e.block, e.bytes, e.stored));
+    }
     if (e.block >= kMostBlocks || e.group > 255 || e.kind == 0 ||
-        (e.codec != kDropped && (e.codec > 1 || last > end))) {
+        (e.codec != kDropped && ((e.codec != 0 && e.codec != 2 && e.codec != 4) || last > end))) {
       return corrupt(fmt::format("{}: an entry of the record at {} (layer {}, block {}) lies outside the file", path,
                                  f.page * kPage, e.layer, e.block));
     }
@@ -82,9 +103,10 @@ Status KvLog::Core::entries_of(Segment* segment, int32_t number, bool sealed, st
   }
   FIRN_ASSIGN(const auto head, open_segment(path));
   for (int64_t offset = head.header.header_bytes; offset < segment->length;) {
-    FIRN_ASSIGN(const auto data, directory_at(*segment->file, offset, segment->length));
-    if (data.empty()) {
-      if (sealed && offset == segment->length - kPage) break;  // the tail
+    std::vector<std::byte> data;
+    FIRN_ASSIGN(const bool whole, record_at(*segment->file, &offset, segment->length, &data));
+    if (!whole) {
+      if (segment->sealed && offset == segment->length - kPage) break;  // the tail
       return corrupt(fmt::format("{}: the record at offset {} is damaged, {} bytes behind it cannot be reached", path,
                                  offset, segment->length - offset));
     }
@@ -97,7 +119,7 @@ Status KvLog::Core::entries_of(Segment* segment, int32_t number, bool sealed, st
       Found f{header.sequence, number, offset / kPage, std::vector<Entry>(header.entries)};
       std::memcpy(f.entries.data(), data.data() + sizeof(RecordHeader), header.entries * sizeof(Entry));
       FIRN_TRY(check_entries(path, f, segment->length));
-      if (!sealed) {
+      {
         std::vector<Source> sources(header.entries);
         for (size_t i = 0; i < sources.size(); ++i) sources[i].entry = f.entries[i];
         remember(segment, header.sequence, f.page, sources);
@@ -105,10 +127,21 @@ Status KvLog::Core::entries_of(Segment* segment, int32_t number, bool sealed, st
       out->push_back(std::move(f));
     } else if (header.type == kCommit) {
       segment->last_commit = offset;
+    } else if (header.type == kFooter) {
+      segment->sealed = true;  // the next record goes to a new segment
     }
     offset += static_cast<int64_t>(header.directory_pages) * kPage + static_cast<int64_t>(header.payload_bytes);
   }
   return {};
+}
+
+// Whether anything in the file is a record of this log, whatever its header says.
+Result<bool> KvLog::Core::holds_records(const File& file, int64_t size) {
+  for (int64_t at = 0; at + kPage <= size; at += kPage) {
+    FIRN_ASSIGN(const auto data, directory_at(file, at, size));
+    if (!data.empty()) return true;
+  }
+  return false;
 }
 
 // A tail that was torn holds no commit; damage in front of one must not be taken for it.
@@ -131,21 +164,30 @@ Result<KvLog::Core::Last> KvLog::Core::last_commit(const std::vector<uint32_t>& 
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     const std::string path = dirs[0] + "/" + segment_name(*number);
     auto opened = open_segment(path);
-    // The newest may have died in its first write.
     if (!opened.ok()) {
-      if (number == numbers.rbegin() && numbers.size() > 1 && opened.status().code() == Code::kCorrupt) continue;
-      return opened.status();
+      // The newest may have died in its first write; then nothing is in it.
+      if (number != numbers.rbegin() || numbers.size() == 1 || opened.status().code() != Code::kCorrupt) {
+        return opened.status();
+      }
+      FIRN_ASSIGN(const auto file, fs->open(path, OpenMode::kRead));
+      FIRN_ASSIGN(const int64_t bytes, file->size());
+      FIRN_ASSIGN(const bool used, holds_records(*file, bytes));
+      if (used) return opened.status();
+      continue;
     }
     FIRN_ASSIGN(const int64_t size, opened->file->size());
     int64_t found = 0;
     for (int64_t offset = opened->header.header_bytes;;) {
-      FIRN_ASSIGN(const auto data, directory_at(*opened->file, offset, size));
-      if (data.empty()) {
+      std::vector<std::byte> data;
+      FIRN_ASSIGN(const bool whole, record_at(*opened->file, &offset, size, &data));
+      if (!whole) {
         FIRN_TRY(nothing_committed_behind(*opened->file, offset, size));
         break;
       }
       const RecordHeader header = header_in(data);
-      if (header.type == kCommit) found = offset;
+      if (header.type == kCommit && header.back == 0) found = offset;
+      if (header.type == kCommit && header.back > 0 && found != offset - static_cast<int64_t>(header.back))
+        found = offset;
       offset += static_cast<int64_t>(header.directory_pages) * kPage + static_cast<int64_t>(header.payload_bytes);
     }
     if (found > 0) return Last{*number, found};
@@ -200,7 +242,9 @@ Status KvLog::Core::open_all() {
     const auto damaged = [&] {
       return corrupt(fmt::format("{}: the commit at offset {} is damaged", path, last.offset));
     };
-    if (header.entries != dirs.size()) return damaged();
+    if (header.entries != dirs.size() || end - at < static_cast<int64_t>(sizeof(epoch))) return damaged();
+    std::memcpy(&epoch, at, sizeof(epoch));
+    at += sizeof(epoch);
     for (size_t d = 0; d < dirs.size(); ++d) {
       if (end - at < static_cast<int64_t>(sizeof(DriveState))) return damaged();
       std::memcpy(&drives[d], at, sizeof(DriveState));
@@ -212,10 +256,26 @@ Status KvLog::Core::open_all() {
     }
     if (static_cast<uint64_t>(end - at) < header.extra) return damaged();
     state.assign(reinterpret_cast<const char*>(at), header.extra);
-    sequence = commit_sequence = header.sequence;
+    sequence = header.sequence;
     // The commit itself lies behind the length it tells of its own segment.
     if (drives[0].segment == last.segment) {
-      drives[0].length = static_cast<uint64_t>(last.offset + static_cast<int64_t>(header.directory_pages) * kPage);
+      int64_t length = last.offset + static_cast<int64_t>(header.directory_pages) * kPage;
+      if (header.copies == 2 && header.back == 0) {
+        FIRN_ASSIGN(const auto second, directory_at(*opened.file, length, size));
+        if (!second.empty() && header_in(second).back > 0)
+          length += static_cast<int64_t>(header.directory_pages) * kPage;
+      }
+      drives[0].length = static_cast<uint64_t>(length);
+    }
+  }
+  // Whose they are, before anything is removed or cut.
+  for (size_t d = 0; d < dirs.size(); ++d) {
+    const auto there = segment_numbers(dirs[d]);
+    if (!there.ok()) continue;  // said below
+    for (const uint32_t number : *there) {
+      const auto opened = open_segment(dirs[d] + "/" + segment_name(number));
+      if (!opened.ok() || (opened->header.log_id == log_id && opened->header.drive == d)) continue;
+      return corrupt(fmt::format("{}/{}: belongs to another session or drive", dirs[d], segment_name(number)));
     }
   }
   std::vector<Found> found;
@@ -281,8 +341,8 @@ Status KvLog::Core::read_journal() {
     Note note;
     FIRN_TRY(journal->read_at(journal_at, std::as_writable_bytes(std::span(&note, 1))));
     const int64_t end = journal_at + static_cast<int64_t>(sizeof(Note)) + note.bytes;
-    if (note.magic != kJournalMagic || note.log_id != log_id || note.commit != commit_sequence ||
-        note.bytes > kMostNote || end > size) {
+    if (note.magic != kJournalMagic || note.log_id != log_id || note.commit != epoch || note.bytes > kMostNote ||
+        end > size) {
       break;
     }
     std::string text(note.bytes, '\0');
