@@ -1,29 +1,32 @@
-// One queue, two engines: a ring of the kernel's for files that have a descriptor, a pool of threads for the others and
-// for kernels that deny rings.
+// Implementation of io_queue.h.
 //
-// Files are not registered with the ring: a File may be closed and its descriptor number used again, and since Linux
-// 5.12 the gain is small. Bounce buffers are registered when the first one is needed, if the memory-lock limit allows.
-//
-// finish() of a large read (an expert's checksum takes milliseconds) runs on a thread of its own, so that the ring is
-// refilled meanwhile; of a small one at once, because handing it over would cost more.
+// A read is walked by one cursor for each way its pieces go: through the ring, or through the pool of threads (every
+// piece where there is no ring; pieces of files without a descriptor; and what the ring hands back). A part is cut off
+// at the cursor only when the caps let it start, so nothing is planned ahead and promote() and cancel() are moves
+// between lists.
 #include "storage/io_queue.h"
 
 #include <fmt/format.h>
 #include <liburing.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
+#include <limits>
+#include <list>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "runtime/thread_team.h"
 
@@ -32,763 +35,771 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kMinAlignment = 4096;
-constexpr int64_t kLargeFinish = int64_t{2} << 20;
-constexpr int kAgain = 1000;  // EAGAIN in a row before it counts as an error
+constexpr int64_t kBufferAlignment = int64_t{2} << 20;
+constexpr int64_t kMaxPartBytes = int64_t{1} << 30;
+// Below this a piece is copied whole instead of being cut into an unaligned head and an aligned rest: a second request
+// costs more than copying so little.
+constexpr int64_t kSplitBytes = int64_t{128} << 10;
+constexpr uint64_t kWakeData = UINT64_MAX;
 
-int64_t align_down(int64_t v, int64_t a) { return v / a * a; }
-int64_t align_up(int64_t v, int64_t a) { return (v + a - 1) / a * a; }
+enum Route : uint8_t { kRing = 0, kPool = 1, kRoutes = 2 };
+
 double seconds_between(Clock::time_point a, Clock::time_point b) {
   return std::chrono::duration<double>(b - a).count();
 }
 
-struct FreeDeleter {
-  void operator()(std::byte* p) const { std::free(p); }
-};
-using AlignedBytes = std::unique_ptr<std::byte, FreeDeleter>;
+int64_t floor_to(int64_t value, int64_t alignment) { return alignment > 1 ? value - value % alignment : value; }
+int64_t ceil_to(int64_t value, int64_t alignment) { return floor_to(value + alignment - 1, alignment); }
 
-AlignedBytes allocate_aligned(int64_t bytes) {
-  return AlignedBytes(static_cast<std::byte*>(
-      std::aligned_alloc(static_cast<size_t>(kMinAlignment), static_cast<size_t>(align_up(bytes, kMinAlignment)))));
-}
+struct Board;
 
-// A stretch of one piece that is read by one request.
-struct Part {
-  const File* file = nullptr;
-  int64_t offset = 0;  // wanted
-  int64_t bytes = 0;
-  std::byte* dst = nullptr;
-  bool ring = false;
-  bool bounce = false;
-  bool started = false;
-  bool speculative = false;  // counted as such while in flight
-  int8_t retries = 0;
-  int again = 0;
-  // The request: [from, from + span) of the file to `buffer`, of which `done` bytes are there.
-  int64_t from = 0, span = 0, done = 0;
-  std::byte* buffer = nullptr;
-  int buffer_number = -1;
-};
+using ReadList = std::list<std::shared_ptr<IoTicket::Read>>;
 
 }  // namespace
 
 struct IoTicket::Read {
-  IoRead what;
-  std::vector<Part> parts;
+  // Constant after submit().
+  std::shared_ptr<Board> board;  // null: the read was done when it was submitted
+  std::vector<IoPiece> pieces;
+  std::array<std::vector<size_t>, kRoutes> path;  // the pieces that go each way, in order
+  IoClass submitted_class = IoClass::kDemand;
+
   std::atomic<bool> done{false};
-  // Guarded by the queue's mutex until done.
-  std::weak_ptr<std::mutex> mutex;     // the queue's; gone with it
-  std::function<void(Read*)> promote;  // of the queue; empty once done
-  std::function<bool(Read*)> cancel;
-  int64_t parts_left = 0;
-  int64_t bytes = 0;
-  bool any_started = false;
-  bool demand = false;
-  bool counts_demand = false;  // by its class at submission
+  // Under the board's mutex until done, constant afterwards.
+  struct Cursor {
+    size_t index = 0;  // into path
+    int64_t pos = 0;   // in that piece
+  };
+  std::array<Cursor, kRoutes> cursor;
+  std::array<bool, kRoutes> queued{};
+  std::array<ReadList::iterator, kRoutes> place;  // where queued
+  IoClass io_class = IoClass::kDemand;
+  std::function<Status()> finish;  // the settling thread's alone once nothing is queued or in flight
+  int in_flight = 0;
+  bool started = false;
   Status status;
-  Clock::time_point start;
-  double seconds = 0;
+  std::pair<size_t, int64_t> failed_at{std::numeric_limits<size_t>::max(), 0};  // piece and position, the lowest
+  Clock::time_point begin, end;
+  std::condition_variable settled;
 };
 
-bool IoTicket::done() const { return read_ == nullptr || read_->done.load(std::memory_order_acquire); }
+namespace {
+
+using Read = IoTicket::Read;
+
+// A part on its way: the bytes asked for, the range read for them, and how far that has come.
+struct Part {
+  std::shared_ptr<Read> read;
+  const File* file = nullptr;  // null: a read without any bytes
+  size_t piece = 0;
+  int64_t pos = 0;     // of the part in its piece
+  int64_t offset = 0;  // asked for, in the file
+  int64_t bytes = 0;
+  std::byte* dst = nullptr;
+  int64_t from = 0;  // the range read; the asked bytes lie in it
+  int64_t span = 0;
+  std::byte* to = nullptr;
+  int64_t alignment = 1;  // of from, span, to and of every request for a rest
+  bool bounced = false;
+  bool whole = false;  // through read_at: the file's alignment does not fit our parts
+  int buffer = -1;     // index of the bounce buffer
+  IoClass io_class = IoClass::kDemand;
+  int64_t got = 0;  // bytes of the range that are there
+  bool tried = false;
+  int64_t bytes_read = 0, retried = 0, short_reads = 0;
+
+  int64_t request_at() const { return floor_to(got, alignment); }
+};
+
+struct Board {
+  explicit Board(const IoQueueOptions& o) : options(o) {}
+
+  const IoQueueOptions options;
+  bool ring = false;  // constant once threads run
+  int wake_fd = -1;
+  std::byte* buffers = nullptr;
+
+  mutable std::mutex mutex;
+  std::condition_variable pool_work;
+  std::array<std::array<ReadList, 2>, kRoutes> lists;
+  std::vector<Part> handed;  // parts in flight that the ring could not do
+  std::vector<int> free_buffers;
+  int flight = 0, speculative_flight = 0;
+  int64_t flight_bytes = 0, speculative_flight_bytes = 0;
+  int ring_flight = 0;
+  int64_t unsettled = 0;
+  bool ring_waiting = false;
+  bool stop = false;
+  IoQueueStats stats;
+  Clock::time_point busy_since;
+
+  // --- with the mutex held ---
+
+  // The part at the read's cursor; its buffer is not chosen yet.
+  Part cut(const std::shared_ptr<Read>& read, Route route) const {
+    Part part;
+    part.read = read;
+    part.io_class = read->io_class;
+    const Read::Cursor& cursor = read->cursor[route];
+    if (read->path[route].empty()) return part;
+    part.piece = read->path[route][cursor.index];
+    const IoPiece& piece = read->pieces[part.piece];
+    const int64_t rest = piece.bytes - cursor.pos;
+    part.file = piece.file;
+    part.pos = cursor.pos;
+    part.offset = piece.offset + cursor.pos;
+    part.dst = piece.dst + cursor.pos;
+    const int64_t direct = piece.file->direct_alignment();
+    part.whole = direct > kBufferAlignment || (direct > 0 && options.part_bytes % direct != 0);
+    part.alignment = direct > 0 && !part.whole ? direct : 1;
+    const int64_t a = part.alignment;
+    const auto skew = static_cast<int64_t>(reinterpret_cast<uintptr_t>(part.dst) % static_cast<uintptr_t>(a));
+    const int64_t head = part.offset % a;
+    if (head == 0 && skew == 0 && (rest % a == 0 || rest >= kSplitBytes) && rest >= a) {
+      part.bytes = part.span = std::min(floor_to(rest, a), options.part_bytes);
+      part.from = part.offset;
+      part.to = part.dst;
+      return part;
+    }
+    part.bounced = true;
+    part.bytes = std::min(rest, options.part_bytes - head);
+    // With the same skew in the file and in memory only the first block needs a copy.
+    if (head == skew && head != 0 && rest >= kSplitBytes) part.bytes = std::min(part.bytes, a - head);
+    part.from = part.offset - head;
+    part.span = ceil_to(head + part.bytes, a);
+    return part;
+  }
+
+  bool fits(const Part& part) const {
+    if (part.bounced && free_buffers.empty()) return false;
+    if (flight >= options.depth) return false;
+    if (flight > 0 && flight_bytes + part.span > options.depth_bytes) return false;
+    if (part.io_class == IoClass::kDemand) return true;
+    if (speculative_flight >= options.speculative_depth) return false;
+    return speculative_flight == 0 || speculative_flight_bytes + part.span <= options.speculative_bytes;
+  }
+
+  // The next part that may start now on this route. Demand on either route comes before any speculation.
+  bool peek(Route route, Part* part) const {
+    if (stop || flight >= options.depth) return false;
+    const bool demand_waits = !lists[kRing][0].empty() || !lists[kPool][0].empty();
+    const ReadList& list = lists[route][demand_waits ? 0 : 1];
+    if (list.empty()) return false;
+    *part = cut(list.front(), route);
+    return fits(*part);
+  }
+
+  bool take(Route route, Part* part) {
+    if (!peek(route, part)) return false;
+    Read& read = *part->read;
+    if (part->bounced) {
+      part->buffer = free_buffers.back();
+      free_buffers.pop_back();
+      part->to = buffers + part->buffer * options.part_bytes;
+    }
+    Read::Cursor& cursor = read.cursor[route];
+    cursor.pos += part->bytes;
+    if (part->file == nullptr) {
+      unqueue(read, route);
+    } else if (cursor.pos == read.pieces[part->piece].bytes) {
+      cursor.pos = 0;
+      if (++cursor.index == read.path[route].size()) unqueue(read, route);
+    }
+    const Clock::time_point now = Clock::now();
+    if (!read.started) {
+      read.started = true;
+      read.begin = now;
+    }
+    ++read.in_flight;
+    if (flight++ == 0) busy_since = now;
+    flight_bytes += part->span;
+    if (part->io_class == IoClass::kSpeculative) {
+      ++speculative_flight;
+      speculative_flight_bytes += part->span;
+    }
+    if (route == kRing) ++ring_flight;
+    wake();
+    return true;
+  }
+
+  void unqueue(Read& read, Route route) {
+    if (!read.queued[route]) return;
+    read.queued[route] = false;
+    lists[route][static_cast<size_t>(read.io_class)].erase(read.place[route]);
+  }
+
+  void unqueue(Read& read) {
+    unqueue(read, kRing);
+    unqueue(read, kPool);
+  }
+
+  // Called after every change that may let a part start. A woken thread that takes one calls it again, so that one call
+  // wakes as many as there is work for.
+  void wake() {
+    Part part;
+    if (!handed.empty() || peek(kPool, &part)) pool_work.notify_one();
+    if (ring_waiting && peek(kRing, &part)) wake_ring();
+  }
+
+  void wake_ring() {
+    ring_waiting = false;
+    const uint64_t one = 1;
+    // The counter cannot overflow with one write a wait; there is nothing to do about any other error.
+    [[maybe_unused]] const ssize_t n = ::write(wake_fd, &one, sizeof(one));
+  }
+
+  // --- without it ---
+
+  // The books of a part that came back, whose bytes are at their destination. True: the read is to be settled.
+  bool complete(const Part& part, Status status, Route route) {
+    Read& read = *part.read;
+    const std::lock_guard lock(mutex);
+    if (part.buffer >= 0) free_buffers.push_back(part.buffer);
+    if (route == kRing) --ring_flight;
+    flight_bytes -= part.span;
+    if (part.io_class == IoClass::kSpeculative) {
+      --speculative_flight;
+      speculative_flight_bytes -= part.span;
+    }
+    if (--flight == 0) stats.busy_seconds += seconds_between(busy_since, Clock::now());
+    (read.submitted_class == IoClass::kDemand ? stats.demand_bytes : stats.speculative_bytes) += part.bytes_read;
+    if (part.file != nullptr) ++stats.parts;
+    if (part.bounced) stats.bounced_bytes += part.bytes;
+    stats.retried += part.retried;
+    stats.short_reads += part.short_reads;
+    if (!status.ok()) {
+      // Parts start in order, so of several failures the first in the read is among those that come back: which one is
+      // reported does not depend on timing.
+      const std::pair<size_t, int64_t> at{part.piece, part.pos};
+      if (at < read.failed_at) {
+        read.failed_at = at;
+        read.status = std::move(status);
+      }
+      unqueue(read);
+    }
+    --read.in_flight;
+    const bool last = read.in_flight == 0 && !read.queued[kRing] && !read.queued[kPool];
+    wake();
+    return last;
+  }
+
+  // Nothing of the read is queued or in flight.
+  void settle(const std::shared_ptr<Read>& read) {
+    std::function<Status()> finish = std::move(read->finish);
+    read->finish = nullptr;
+    Status status = read->status;
+    if (status.ok() && finish) status = finish();
+    finish = nullptr;  // what it holds goes before anyone hears of the end
+    const std::lock_guard lock(mutex);
+    read->status = std::move(status);
+    read->end = Clock::now();
+    read->done.store(true, std::memory_order_release);
+    --unsettled;
+    read->settled.notify_all();
+  }
+};
+
+std::string error_text(int error) { return std::generic_category().message(error); }
+
+Status read_failure(const Part& part, Code code, const std::string& why) {
+  return {code, fmt::format("{}: reading {} bytes at offset {} failed{}: {}", part.file->path(), part.bytes,
+                            part.offset, part.tried ? " twice" : "", why)};
+}
+
+// Takes in that a request at request_at() brought n bytes. False: there is more to ask for.
+bool advance(Part* part, int64_t n, Status* status) {
+  const int64_t needed = part->offset + part->bytes - part->from;
+  const int64_t before = part->got;
+  const bool full = n >= part->span - part->request_at();
+  part->got = std::max(part->got, part->request_at() + n);
+  part->bytes_read += n;
+  if (part->got >= needed) {
+    if (part->bounced) {
+      std::memcpy(part->dst, part->to + (part->offset - part->from), static_cast<size_t>(part->bytes));
+    }
+    return true;
+  }
+  if (!full && part->got > before) {
+    ++part->short_reads;
+    return false;
+  }
+  const IoPiece& piece = part->read->pieces[part->piece];
+  const int64_t found = std::max<int64_t>(part->from + part->got - piece.offset, part->pos);
+  *status = corrupt(fmt::format(
+      "{}: unexpected end of file: expected {} bytes at offset {}, found {}; the file is truncated, fetch it again",
+      piece.file->path(), piece.bytes, piece.offset, found));
+  return true;
+}
+
+// Reads a part, or the rest of one, on the calling thread.
+Status perform(Part* part) {
+  if (part->file == nullptr) return {};
+  for (;;) {
+    const int64_t at = part->request_at();
+    const std::span<std::byte> out(part->to + at, static_cast<size_t>(part->span - at));
+    Result<int64_t> n = 0;
+    if (part->whole) {
+      const Status status = part->file->read_at(part->from + at, out);
+      n = status.ok() ? Result<int64_t>(part->span - at) : Result<int64_t>(status);
+    } else {
+      n = part->file->read_some_at(part->from + at, out);
+    }
+    if (!n.ok()) {
+      if (n.status().code() == Code::kIo && !part->tried) {
+        part->tried = true;
+        ++part->retried;
+        continue;
+      }
+      return part->whole && n.status().code() == Code::kCorrupt
+                 ? n.status()
+                 : read_failure(*part, n.status().code(), n.status().message());
+    }
+    const int64_t needed = part->offset + part->bytes - part->from;
+    if (*n > 0 && at + *n <= part->got && part->got < needed) {
+      // Short of a block again, so aligned requests do not get past it: the rest as it comes.
+      const std::span<std::byte> rest(part->to + part->got, static_cast<size_t>(needed - part->got));
+      if (part->file->read_at(part->from + part->got, rest).ok()) n = needed - at;
+    }
+    Status status;
+    if (advance(part, *n, &status)) return status;
+  }
+}
+
+// Null if the piece makes sense.
+const char* piece_fault(const IoPiece& piece) {
+  if (piece.file == nullptr) return "has no file";
+  if (piece.bytes < 0) return "has a negative length";
+  if (piece.offset < 0) return "starts at a negative offset";
+  if (piece.offset > std::numeric_limits<int64_t>::max() - kBufferAlignment - piece.bytes) return "is outside any file";
+  if (piece.bytes > 0 && piece.dst == nullptr) return "has no destination";
+  return nullptr;
+}
+
+}  // namespace
+
+// --- tickets ---
+
+bool IoTicket::done() const { return !read_ || read_->done.load(std::memory_order_acquire); }
 
 Status IoTicket::wait() const {
-  if (read_ == nullptr) return {};
-  read_->done.wait(false, std::memory_order_acquire);
+  if (!read_) return {};
+  if (!done()) {
+    std::unique_lock lock(read_->board->mutex);
+    read_->settled.wait(lock, [this] { return done(); });
+  }
   return read_->status;
 }
 
-double IoTicket::seconds() const { return read_ != nullptr && done() ? read_->seconds : 0; }
-
 bool IoTicket::cancel() const {
-  if (read_ == nullptr || done()) return false;
-  const auto mutex = read_->mutex.lock();
-  if (mutex == nullptr) return false;
-  std::function<Status()> finish;  // what it holds goes after the lock
+  if (!read_ || !read_->board) return false;
+  Board& board = *read_->board;
   {
-    const std::lock_guard lock(*mutex);
-    if (read_->done.load() || !read_->cancel || !read_->cancel(read_.get())) return false;
-    finish = std::move(read_->what.finish);
-    read_->what.finish = nullptr;
+    const std::lock_guard lock(board.mutex);
+    if (read_->started || done()) return false;
+    if (!read_->queued[kRing] && !read_->queued[kPool]) return true;  // cancelled before, being settled elsewhere
+    board.unqueue(*read_);
+    read_->status = cancelled("the read was cancelled before it started");
+    ++board.stats.cancelled;
+    board.wake();
   }
-  read_->done.notify_all();
+  board.settle(read_);
   return true;
 }
 
 void IoTicket::promote() const {
-  if (read_ == nullptr || done()) return;
-  const auto mutex = read_->mutex.lock();
-  if (mutex == nullptr) return;
-  const std::lock_guard lock(*mutex);
-  if (!read_->done.load() && read_->promote) read_->promote(read_.get());
+  if (!read_ || !read_->board) return;
+  Board& board = *read_->board;
+  const std::lock_guard lock(board.mutex);
+  if (read_->io_class == IoClass::kDemand) return;
+  read_->io_class = IoClass::kDemand;
+  for (const Route route : {kRing, kPool}) {
+    if (!read_->queued[route]) continue;
+    auto& lists = board.lists[route];
+    lists[0].splice(lists[0].end(), lists[1], read_->place[route]);
+  }
+  board.wake();
 }
 
+double IoTicket::seconds() const {
+  if (!read_ || !done() || !read_->started) return 0;
+  return seconds_between(read_->begin, read_->end);
+}
+
+// --- the queue ---
+
 struct IoQueue::Core {
-  using Read = IoTicket::Read;
-  struct Entry {
-    std::shared_ptr<Read> read;
-    size_t part;
-  };
-  // What waits for one of the two engines, by class.
-  struct Waiting {
-    std::deque<Entry> demand, speculative;
-    bool empty() const { return demand.empty() && speculative.empty(); }
-  };
-  struct InFlight {
-    Entry entry;
-  };
-
-  IoQueueOptions options;
+  std::shared_ptr<Board> board;
+  std::vector<std::thread> threads;
   std::string refusal;
-  bool has_ring = false;
+  int64_t buffer_bytes = 0;
+
   io_uring ring{};
-  int event = -1;
-  uint64_t event_value = 0;
-  std::thread ring_thread, finisher;
-  std::vector<std::thread> pool;
-
-  std::shared_ptr<std::mutex> mutex = std::make_shared<std::mutex>();
-  std::condition_variable pool_work, finish_work;
-  // All below guarded by *mutex.
-  Waiting for_ring, for_pool;
-  std::deque<std::shared_ptr<Read>> to_finish;
-  int parts_in_flight = 0, speculative_in_flight = 0, unfinished = 0;
-  int64_t bytes_in_flight = 0, speculative_bytes_in_flight = 0;
-  bool stop = false, finisher_stop = false, signalled = false;
-  IoQueueStats stats;
-  Clock::time_point busy_since;
-  std::vector<AlignedBytes> bounces;  // of the ring
-  std::vector<int> free_bounces;
+  bool ring_made = false;
+  bool sqpoll = false;
   bool fixed_buffers = false;
+  // The ring thread's own.
+  std::vector<Part> slots;
+  std::vector<int> free_slots;
 
-  int64_t bounce_bytes() const { return options.part_bytes + 2 * kMinAlignment; }
-
-  // --- Starting and ending parts; *mutex held.
-
-  bool may_start(const Part& part, bool demand) const {
-    if (parts_in_flight >= options.depth) return false;
-    if (parts_in_flight > 0 && bytes_in_flight + part.bytes > options.depth_bytes) return false;
-    if (demand) return true;
-    if (speculative_in_flight >= options.speculative_depth) return false;
-    return speculative_in_flight == 0 || speculative_bytes_in_flight + part.bytes <= options.speculative_bytes;
+  ~Core() {
+    if (board) shut_down();
+    if (ring_made) io_uring_queue_exit(&ring);
+    if (board && board->wake_fd >= 0) ::close(board->wake_fd);
+    if (board) std::free(std::exchange(board->buffers, nullptr));
   }
 
-  // The next part that may start now. A speculative part never starts while any demand waits.
-  bool next(Waiting* waiting, Entry* out) {
-    const auto pick = [&](std::deque<Entry>* list, bool demand) {
-      while (!list->empty()) {
-        Entry& e = list->front();
-        if (e.read->parts[e.part].started) {  // promoted, cancelled or failed meanwhile
-          list->pop_front();
-          continue;
+  void shut_down() {
+    std::vector<std::shared_ptr<Read>> dropped;
+    {
+      const std::lock_guard lock(board->mutex);
+      board->stop = true;
+      for (auto& route : board->lists) {
+        for (ReadList& list : route) {
+          while (!list.empty()) {
+            const std::shared_ptr<Read> read = list.front();
+            board->unqueue(*read);
+            if (read->status.ok()) read->status = cancelled("the queue was closed before the read was done");
+            ++board->stats.cancelled;
+            if (read->in_flight == 0) dropped.push_back(read);
+          }
         }
-        if (!may_start(e.read->parts[e.part], demand)) return false;
-        *out = std::move(e);
-        list->pop_front();
-        return true;
       }
-      return false;
+      board->pool_work.notify_all();
+      if (board->ring_waiting) board->wake_ring();
+    }
+    for (const auto& read : dropped) board->settle(read);
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  void set_up_ring(const IoQueueOptions& options) {
+    if (!options.io_uring) {
+      refusal = "io_uring is switched off by an option";
+      return;
+    }
+    const auto entries = static_cast<unsigned>(options.depth) + 2;
+    // Newer kernels need not interrupt us for a completion, since we come to ask; older ones refuse the flag.
+    struct Attempt {
+      unsigned flags;
+      bool sqpoll;
     };
-    if (pick(&waiting->demand, true)) return true;
-    if (!waiting->demand.empty() || !for_ring.demand.empty() || !for_pool.demand.empty()) return false;
-    return pick(&waiting->speculative, false);
+    std::vector<Attempt> attempts;
+    if (options.sqpoll) attempts.push_back({IORING_SETUP_SQPOLL, true});
+    attempts.push_back({IORING_SETUP_COOP_TASKRUN, false});
+    attempts.push_back({0, false});
+    int rc = 0;
+    for (const Attempt& attempt : attempts) {
+      io_uring_params params{};
+      params.flags = attempt.flags;
+      params.sq_thread_idle = 20;
+      rc = io_uring_queue_init_params(entries, &ring, &params);
+      sqpoll = attempt.sqpoll;
+      if (rc == 0) break;
+    }
+    if (rc != 0) {
+      refusal = fmt::format("io_uring is refused by the kernel ({}); containers often forbid it", error_text(-rc));
+      return;
+    }
+    ring_made = true;
+    board->wake_fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (board->wake_fd < 0) {
+      refusal = fmt::format("no event descriptor for io_uring ({})", error_text(errno));
+      io_uring_queue_exit(&ring);
+      ring_made = false;
+      return;
+    }
+    board->ring = true;
   }
 
-  void start(const Entry& e) {
-    Part& part = e.read->parts[e.part];
-    part.started = true;
-    part.speculative = !e.read->demand;
-    if (!e.read->any_started) {
-      e.read->any_started = true;
-      e.read->start = Clock::now();
+  Status set_up_buffers(const IoQueueOptions& options) {
+    const int64_t most = std::max<int64_t>(options.depth_bytes / options.part_bytes, 1);
+    const int64_t n = std::min<int64_t>(most, board->ring ? options.depth : std::min(options.depth, options.threads));
+    buffer_bytes = n * options.part_bytes;
+    board->buffers = static_cast<std::byte*>(
+        std::aligned_alloc(kBufferAlignment, static_cast<size_t>(ceil_to(buffer_bytes, kBufferAlignment))));
+    if (board->buffers == nullptr) {
+      return no_memory(fmt::format("no memory for {} read buffers of {} bytes: lower the queue's depth or part size", n,
+                                   options.part_bytes));
     }
-    if (parts_in_flight++ == 0) busy_since = Clock::now();
-    bytes_in_flight += part.bytes;
-    if (part.speculative) {
-      ++speculative_in_flight;
-      speculative_bytes_in_flight += part.bytes;
+    std::vector<iovec> list;
+    for (int i = 0; i < n; ++i) {
+      list.push_back({board->buffers + i * options.part_bytes, static_cast<size_t>(options.part_bytes)});
+      board->free_buffers.push_back(static_cast<int>(n) - 1 - i);
     }
-    ++stats.parts;
-  }
-
-  void count_end(const Part& part) {
-    if (--parts_in_flight == 0) stats.busy_seconds += seconds_between(busy_since, Clock::now());
-    bytes_in_flight -= part.bytes;
-    if (part.speculative) {
-      --speculative_in_flight;
-      speculative_bytes_in_flight -= part.bytes;
-    }
-  }
-
-  // Marks what has not started as never to be started.
-  void skip_rest(Read* read) {
-    for (Part& part : read->parts) {
-      if (part.started) continue;
-      part.started = true;
-      --read->parts_left;
-    }
-  }
-
-  // A part has ended; true when the read has.
-  bool end(const Entry& e, const Status& status) {
-    Read* read = e.read.get();
-    Part& part = read->parts[e.part];
-    count_end(part);
-    --read->parts_left;
-    if (status.ok()) {
-      (read->counts_demand ? stats.demand_bytes : stats.speculative_bytes) += part.bytes;
-      if (part.bounce) stats.bounced_bytes += part.bytes;
-    } else if (read->status.ok()) {
-      read->status = status;
-      skip_rest(read);
-    }
-    return read->parts_left == 0;
-  }
-
-  void complete(const std::shared_ptr<Read>& read) {
-    std::function<Status()> finish;
-    Status status;
-    {
-      const std::lock_guard lock(*mutex);
-      status = read->status;
-      finish = std::move(read->what.finish);
-      read->what.finish = nullptr;
-    }
-    if (status.ok() && finish) status = finish();
-    finish = nullptr;  // what it holds goes before anybody is told
-    {
-      const std::lock_guard lock(*mutex);
-      read->status = std::move(status);
-      read->seconds = seconds_between(read->start, Clock::now());
-      read->promote = nullptr;
-      read->cancel = nullptr;
-      --unfinished;
-      read->done.store(true, std::memory_order_release);
-    }
-    read->done.notify_all();
-  }
-
-  // Called without the lock when all parts of a read have come back.
-  void hand_to_finish(const std::shared_ptr<Read>& read) {
-    if (read->bytes < kLargeFinish) return complete(read);
-    {
-      const std::lock_guard lock(*mutex);
-      if (!finisher_stop) {
-        to_finish.push_back(read);
-        finish_work.notify_one();
-        return;
-      }
-    }
-    complete(read);
-  }
-
-  void finish_loop() {
-    unpin_this_thread();
-    std::unique_lock lock(*mutex);
-    for (;;) {
-      finish_work.wait(lock, [&] { return finisher_stop || !to_finish.empty(); });
-      if (to_finish.empty()) return;
-      std::shared_ptr<Read> read = std::move(to_finish.front());
-      to_finish.pop_front();
-      lock.unlock();
-      complete(read);
-      read.reset();
-      lock.lock();
-    }
-  }
-
-  Status failed(const Part& part, int error, int64_t done) const {
-    return io_error(fmt::format("{}: reading {} bytes at offset {} failed after {}: {}", part.file->path(), part.bytes,
-                                part.offset, done, std::generic_category().message(error)));
-  }
-
-  // --- The ring.
-
-  void wake_ring() {  // *mutex held
-    if (!has_ring || signalled) return;
-    signalled = true;
-    const uint64_t one = 1;
-    while (::write(event, &one, sizeof(one)) < 0 && errno == EINTR) {
-    }
-  }
-
-  // A bounce buffer for the ring's thread, or -1: all are in use, or memory is short.
-  int take_bounce() {
-    if (bounces.empty()) {
-      std::vector<iovec> all;
-      for (int i = 0; i < options.depth; ++i) {
-        AlignedBytes one = allocate_aligned(bounce_bytes());
-        if (one == nullptr) break;
-        all.push_back({one.get(), static_cast<size_t>(bounce_bytes())});
-        free_bounces.push_back(i);
-        bounces.push_back(std::move(one));
-      }
-      // Refused where the memory-lock limit is low: plain reads into the same buffers do as well.
-      fixed_buffers =
-          !all.empty() && io_uring_register_buffers(&ring, all.data(), static_cast<unsigned>(all.size())) == 0;
-    }
-    if (free_bounces.empty()) return -1;
-    const int number = free_bounces.back();
-    free_bounces.pop_back();
-    return number;
-  }
-
-  // Prepares a started part; an error ends it.
-  Status prepare(Part* part, std::byte* bounce) {
-    const int64_t alignment = std::max(part->file->direct_alignment(), int64_t{1});
-    part->from = part->bounce ? align_down(part->offset, alignment) : part->offset;
-    part->span = part->bounce ? align_up(part->offset + part->bytes, alignment) - part->from : part->bytes;
-    part->buffer = part->bounce ? bounce : part->dst;
-    part->done = 0;
-    if (part->bounce && part->span > bounce_bytes()) {
-      return internal(fmt::format("{}: an alignment of {} bytes is more than the read buffers allow",
-                                  part->file->path(), alignment));
-    }
+    // Refused where little memory may be locked; plain reads into the same buffers do then.
+    if (board->ring) fixed_buffers = io_uring_register_buffers(&ring, list.data(), static_cast<unsigned>(n)) == 0;
     return {};
   }
 
-  // After `n` more bytes at part.from + part.done: what is left to do.
-  enum class Next { kMore, kDone, kEnd };
-  Next advance(Part* part, int64_t n) const {
-    const int64_t need = part->offset + part->bytes - part->from;
-    if (part->done + n >= need) return Next::kDone;
-    if (n <= 0) return Next::kEnd;
-    const int64_t alignment = std::max(part->file->direct_alignment(), int64_t{1});
-    const int64_t before = part->done;
-    part->done = align_down(part->done + n, alignment);
-    return part->done > before ? Next::kMore : Next::kEnd;
+  // --- pool ---
+
+  void pool_loop() {
+    unpin_this_thread();
+    for (;;) {
+      Part part;
+      Route route = kPool;
+      {
+        std::unique_lock lock(board->mutex);
+        for (;;) {
+          if (!board->handed.empty()) {
+            part = std::move(board->handed.back());
+            board->handed.pop_back();
+            route = kRing;
+            board->wake();
+            break;
+          }
+          if (board->take(kPool, &part)) break;
+          // The ring may still hand parts over while it has some in flight.
+          if (board->stop && board->ring_flight == 0) return;
+          board->pool_work.wait(lock);
+        }
+      }
+      Status status = perform(&part);
+      finish_part(part, std::move(status), route);
+    }
   }
 
-  // The end of the file, or a short direct read that cannot be continued aligned: the buffered way decides.
-  Status read_rest(const Part& part) const {
-    const int64_t begin = std::max(part.offset, part.from + part.done);
-    return part.file->read_at(
-        begin, {part.buffer + (begin - part.from), static_cast<size_t>(part.offset + part.bytes - begin)});
+  void finish_part(const Part& part, Status status, Route route) {
+    if (board->complete(part, std::move(status), route)) board->settle(part.read);
+    if (route == kRing) wake_stopping();
   }
 
-  void land(const Part& part) const {
-    if (!part.bounce) return;
-    std::memcpy(part.dst, part.buffer + (part.offset - part.from), static_cast<size_t>(part.bytes));
+  // A part of the ring's is gone: those who wait only for that before they leave look again.
+  void wake_stopping() {
+    const std::lock_guard lock(board->mutex);
+    if (!board->stop || board->ring_flight > 0) return;
+    board->pool_work.notify_all();
+    if (board->ring_waiting) board->wake_ring();
+  }
+
+  // --- ring ---
+
+  io_uring_sqe* next_sqe() {
+    for (;;) {
+      if (io_uring_sqe* sqe = io_uring_get_sqe(&ring)) return sqe;
+      // Full only while a polling kernel thread has not yet fetched what was completed otherwise.
+      if (sqpoll) {
+        io_uring_submit(&ring);
+        io_uring_sqring_wait(&ring);
+      } else if (io_uring_submit(&ring) < 0) {
+        pause_briefly();
+      }
+    }
+  }
+
+  // For a kernel that is short of memory: a wait, so that nothing spins.
+  static void pause_briefly() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+
+  void ask_for_wake() {
+    io_uring_sqe* sqe = next_sqe();
+    io_uring_prep_poll_add(sqe, board->wake_fd, POLLIN);
+    sqe->user_data = kWakeData;
+  }
+
+  void request(int slot) {
+    const Part& part = slots[static_cast<size_t>(slot)];
+    const int64_t at = part.request_at();
+    const auto bytes = static_cast<unsigned>(part.span - at);
+    const auto offset = static_cast<uint64_t>(part.from + at);
+    io_uring_sqe* sqe = next_sqe();
+    if (part.buffer >= 0 && fixed_buffers) {
+      io_uring_prep_read_fixed(sqe, part.file->descriptor(), part.to + at, bytes, offset, part.buffer);
+    } else {
+      io_uring_prep_read(sqe, part.file->descriptor(), part.to + at, bytes, offset);
+    }
+    sqe->user_data = static_cast<uint64_t>(slot);
+  }
+
+  // A result of the ring for a part. False: another request for it is on its way.
+  bool take_in(int slot, int result, Status* status, bool* hand_over) {
+    Part& part = slots[static_cast<size_t>(slot)];
+    if (result >= 0) {
+      if (advance(&part, result, status)) return true;
+    } else if (result == -EAGAIN || result == -EBUSY) {
+      // The kernel cannot do this one without blocking (some file systems never can): a thread may block.
+      *hand_over = true;
+      return true;
+    } else if (result == -EIO && !part.tried) {
+      part.tried = true;
+      ++part.retried;
+    } else if (result != -EINTR) {
+      *status = read_failure(part, Code::kIo, error_text(-result));
+      return true;
+    }
+    request(slot);
+    return false;
+  }
+
+  void release(int slot) {
+    slots[static_cast<size_t>(slot)] = Part();
+    free_slots.push_back(slot);
+  }
+
+  void hand_over(int slot) {
+    {
+      const std::lock_guard lock(board->mutex);
+      board->handed.push_back(std::move(slots[static_cast<size_t>(slot)]));
+      board->wake();
+    }
+    release(slot);
   }
 
   void ring_loop() {
     unpin_this_thread();
-    std::vector<std::unique_ptr<InFlight>> retry;  // to be submitted again
-    const auto queue_sqe = [&](InFlight* flight) {
-      io_uring_sqe* sqe = io_uring_get_sqe(&ring);
-      if (sqe == nullptr) {
-        io_uring_submit(&ring);
-        sqe = io_uring_get_sqe(&ring);
-      }
-      if (sqe == nullptr) return false;
-      const Part& p = flight->entry.read->parts[flight->entry.part];
-      const auto length = static_cast<unsigned>(p.span - p.done);
-      const auto offset = static_cast<uint64_t>(p.from + p.done);
-      if (p.bounce && fixed_buffers && p.buffer_number >= 0) {
-        io_uring_prep_read_fixed(sqe, p.file->descriptor(), p.buffer + p.done, length, offset, p.buffer_number);
-      } else {
-        io_uring_prep_read(sqe, p.file->descriptor(), p.buffer + p.done, length, offset);
-      }
-      io_uring_sqe_set_data(sqe, flight);
-      return true;
-    };
-    const auto arm_event = [&] {
-      io_uring_sqe* sqe = io_uring_get_sqe(&ring);
-      if (sqe == nullptr) {
-        io_uring_submit(&ring);
-        sqe = io_uring_get_sqe(&ring);
-      }
-      FIRN_CHECK(sqe != nullptr, "the ring takes no more requests");
-      io_uring_prep_read(sqe, event, &event_value, sizeof(event_value), 0);
-      io_uring_sqe_set_data(sqe, nullptr);
-    };
-    const auto end_part = [&](std::unique_ptr<InFlight> flight, const Status& status) {
-      Part& p = flight->entry.read->parts[flight->entry.part];
-      if (status.ok()) land(p);
-      bool all = false;
-      {
-        const std::lock_guard lock(*mutex);
-        if (p.buffer_number >= 0) free_bounces.push_back(p.buffer_number);
-        p.buffer_number = -1;
-        all = end(flight->entry, status);
-        if (!pool.empty()) pool_work.notify_all();  // caps moved
-      }
-      if (all) hand_to_finish(flight->entry.read);
-    };
-
-    arm_event();
-    bool stopping = false;
-    int in_ring = 0;
+    ask_for_wake();
+    std::vector<std::shared_ptr<Read>> ready;
+    std::vector<int> started;
     for (;;) {
-      // Fill the ring.
-      std::vector<std::pair<std::unique_ptr<InFlight>, Status>> fresh;
+      started.clear();
       {
-        const std::lock_guard lock(*mutex);
-        signalled = false;
-        stopping = stop;
-        Entry e;
-        while (!stopping && next(&for_ring, &e)) {
-          Part& p = e.read->parts[e.part];
-          if (p.bounce) {
-            const int number = take_bounce();
-            if (number < 0) {
-              const bool wait = parts_in_flight > 0;  // one comes back
-              if (wait) {
-                (e.read->demand ? for_ring.demand : for_ring.speculative).push_front(std::move(e));
-                break;
-              }
-            }
-            p.buffer_number = number;
-          }
-          start(e);
-          const Status status =
-              p.bounce && p.buffer_number < 0
-                  ? no_memory(
-                        fmt::format("{}: no memory for a read buffer of {} bytes", p.file->path(), bounce_bytes()))
-                  : prepare(&p, p.bounce ? bounces[static_cast<size_t>(p.buffer_number)].get() : nullptr);
-          fresh.emplace_back(new InFlight{std::move(e)}, status);
+        const std::lock_guard lock(board->mutex);
+        Part part;
+        while (board->take(kRing, &part)) {
+          const int slot = free_slots.back();
+          free_slots.pop_back();
+          slots[static_cast<size_t>(slot)] = std::move(part);
+          started.push_back(slot);
         }
+        if (board->stop && board->ring_flight == 0 && ready.empty()) return;
+        board->ring_waiting = ready.empty();
       }
-      for (auto& [flight, status] : fresh) {
-        if (!status.ok()) {
-          end_part(std::move(flight), status);
-          continue;
-        }
-        retry.push_back(std::move(flight));
+      for (const int slot : started) request(slot);
+      if (!ready.empty()) {
+        // The drive works on while the ends of reads are dealt with.
+        io_uring_submit(&ring);
+        for (const auto& read : ready) board->settle(read);
+        ready.clear();
+        wake_stopping();
+        continue;
       }
-      std::vector<std::unique_ptr<InFlight>> left;
-      for (std::unique_ptr<InFlight>& flight : retry) {
-        if (queue_sqe(flight.get())) {
-          (void)flight.release();
-          ++in_ring;
-        } else {
-          left.push_back(std::move(flight));
-        }
+      const int rc = io_uring_submit_and_wait(&ring, 1);
+      if ((rc == -EAGAIN || rc == -EBUSY) && io_uring_cq_ready(&ring) == 0) pause_briefly();
+      {
+        const std::lock_guard lock(board->mutex);
+        board->ring_waiting = false;
       }
-      retry = std::move(left);
-      if (stopping && in_ring == 0 && retry.empty()) return;
-      int rc = io_uring_submit_and_wait(&ring, 1);
-      if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY) {
-        FIRN_CHECK(false, fmt::format("io_uring_enter failed: {}", std::generic_category().message(-rc)));
-      }
-      io_uring_cqe* cqe = nullptr;
-      while (io_uring_peek_cqe(&ring, &cqe) == 0 && cqe != nullptr) {
-        auto* flight = static_cast<InFlight*>(io_uring_cqe_get_data(cqe));
-        const int n = cqe->res;
-        io_uring_cqe_seen(&ring, cqe);
-        if (flight == nullptr) {
-          arm_event();
-          continue;
-        }
-        --in_ring;
-        std::unique_ptr<InFlight> owned(flight);
-        Part& p = flight->entry.read->parts[flight->entry.part];
-        if (n == -EINTR || n == -EAGAIN || n == -EBUSY) {
-          if (++p.again < kAgain) {
-            retry.push_back(std::move(owned));
-          } else {
-            end_part(std::move(owned), failed(p, -n, p.done));
-          }
-          continue;
-        }
-        if (n < 0) {
-          if (n == -EIO && p.retries++ == 0) {
-            const std::lock_guard lock(*mutex);
-            ++stats.retried;
-            retry.push_back(std::move(owned));
-            continue;
-          }
-          end_part(std::move(owned), failed(p, -n, p.done));
-          continue;
-        }
-        p.again = 0;
-        switch (advance(&p, n)) {
-          case Next::kDone:
-            end_part(std::move(owned), Status());
-            break;
-          case Next::kMore: {
-            const std::lock_guard lock(*mutex);
-            ++stats.short_reads;
-            retry.push_back(std::move(owned));
-            break;
-          }
-          case Next::kEnd: {
-            const Status status = read_rest(p);
-            end_part(std::move(owned), status);
-            break;
-          }
-        }
-      }
+      reap(&ready);
     }
   }
 
-  Status open_ring() {
-    io_uring_params params{};
-    if (options.sqpoll) {
-      params.flags |= IORING_SETUP_SQPOLL;
-      params.sq_thread_idle = 20;
+  void reap(std::vector<std::shared_ptr<Read>>* ready) {
+    io_uring_cqe* cqe = nullptr;
+    while (io_uring_peek_cqe(&ring, &cqe) == 0 && cqe != nullptr) {
+      const uint64_t data = cqe->user_data;
+      const int result = cqe->res;
+      io_uring_cqe_seen(&ring, cqe);
+      if (data == kWakeData) {
+        uint64_t count = 0;
+        [[maybe_unused]] const ssize_t n = ::read(board->wake_fd, &count, sizeof(count));
+        ask_for_wake();
+        continue;
+      }
+      const auto slot = static_cast<int>(data);
+      Status status;
+      bool blocks = false;
+      if (!take_in(slot, result, &status, &blocks)) continue;
+      if (blocks) {
+        hand_over(slot);
+        continue;
+      }
+      const Part& part = slots[data];
+      if (board->complete(part, std::move(status), kRing)) ready->push_back(part.read);
+      release(slot);
     }
-    const int rc = io_uring_queue_init_params(static_cast<unsigned>(2 * options.depth + 8), &ring, &params);
-    if (rc < 0) {
-      return unsupported(fmt::format("the kernel refuses io_uring ({}{})", std::generic_category().message(-rc),
-                                     rc == -EPERM ? "; containers often deny it: see kernel.io_uring_disabled and the "
-                                                    "seccomp profile"
-                                                  : ""));
+    wake_stopping();
+  }
+
+  Status start(const IoQueueOptions& options) {
+    if (board->ring) {
+      slots.resize(static_cast<size_t>(options.depth));
+      for (int i = options.depth; i-- > 0;) free_slots.push_back(i);
     }
-    event = ::eventfd(0, EFD_CLOEXEC);
-    if (event < 0) {
-      io_uring_queue_exit(&ring);
-      return unsupported(fmt::format("no eventfd ({})", std::generic_category().message(errno)));
+    try {
+      for (int i = 0; i < options.threads; ++i) threads.emplace_back([this] { pool_loop(); });
+      if (board->ring) threads.emplace_back([this] { ring_loop(); });
+    } catch (const std::system_error& error) {
+      return no_memory(fmt::format("a read queue needs {} threads and the system refuses: {}",
+                                   options.threads + (board->ring ? 1 : 0), error.what()));
     }
-    has_ring = true;
     return {};
-  }
-
-  // --- The pool.
-
-  Status read_part(Part* part, AlignedBytes* bounce) {
-    if (part->bounce && *bounce == nullptr) {
-      *bounce = allocate_aligned(bounce_bytes());
-      if (*bounce == nullptr) {
-        return no_memory(
-            fmt::format("{}: no memory for a read buffer of {} bytes", part->file->path(), bounce_bytes()));
-      }
-    }
-    FIRN_TRY(prepare(part, bounce->get()));
-    for (;;) {
-      auto n = part->file->read_some_at(part->from + part->done,
-                                        {part->buffer + part->done, static_cast<size_t>(part->span - part->done)});
-      if (!n.ok()) {
-        if (n.status().code() == Code::kIo && part->retries++ == 0) {
-          const std::lock_guard lock(*mutex);
-          ++stats.retried;
-          continue;
-        }
-        return n.status().with_context(
-            fmt::format("{}: {} bytes at offset {}", part->file->path(), part->bytes, part->offset));
-      }
-      switch (advance(part, *n)) {
-        case Next::kDone:
-          land(*part);
-          return {};
-        case Next::kEnd: {
-          FIRN_TRY(read_rest(*part));
-          land(*part);
-          return {};
-        }
-        case Next::kMore:
-          const std::lock_guard lock(*mutex);
-          ++stats.short_reads;
-          break;
-      }
-    }
-  }
-
-  void pool_loop() {
-    unpin_this_thread();
-    AlignedBytes bounce;
-    std::unique_lock lock(*mutex);
-    for (;;) {
-      Entry e;
-      pool_work.wait(lock, [&] { return stop || next(&for_pool, &e); });
-      if (e.read == nullptr) return;
-      start(e);
-      lock.unlock();
-      const Status status = read_part(&e.read->parts[e.part], &bounce);
-      lock.lock();
-      const bool all = end(e, status);
-      pool_work.notify_all();  // caps moved
-      wake_ring();
-      lock.unlock();
-      if (all) hand_to_finish(e.read);
-      e.read.reset();
-      lock.lock();
-    }
-  }
-
-  void start_pool() {  // *mutex held
-    if (!pool.empty()) return;
-    for (int i = 0; i < options.threads; ++i) {
-      try {
-        pool.emplace_back([this] { pool_loop(); });
-      } catch (const std::system_error&) {
-        break;
-      }
-    }
   }
 };
 
 IoQueue::IoQueue(std::unique_ptr<Core> core) : core_(std::move(core)) {}
+IoQueue::~IoQueue() = default;
 
 Result<std::unique_ptr<IoQueue>> IoQueue::create(const IoQueueOptions& options) {
-  FIRN_CHECK(options.depth >= 1 && options.speculative_depth >= 1 && options.threads >= 1 &&
-                 options.part_bytes >= kMinAlignment && options.part_bytes % kMinAlignment == 0,
-             "options of a read queue");
+  const auto require = [](bool ok, const char* name, int64_t found, const char* expected) {
+    return ok ? Status() : invalid(fmt::format("read queue: {} is {}, expected {}", name, found, expected));
+  };
+  FIRN_TRY(require(options.depth >= 1 && options.depth <= 4096, "depth", options.depth, "1 to 4096"));
+  FIRN_TRY(require(options.depth_bytes >= 1, "depth_bytes", options.depth_bytes, "at least 1"));
+  FIRN_TRY(require(options.speculative_depth >= 1, "speculative_depth", options.speculative_depth, "at least 1"));
+  FIRN_TRY(require(options.speculative_bytes >= 1, "speculative_bytes", options.speculative_bytes, "at least 1"));
+  FIRN_TRY(require(options.part_bytes >= 4096 && options.part_bytes % 4096 == 0 && options.part_bytes <= kMaxPartBytes,
+                   "part_bytes", options.part_bytes, "a multiple of 4096 up to 1 GiB"));
+  FIRN_TRY(require(options.threads >= 1 && options.threads <= 1024, "threads", options.threads, "1 to 1024"));
   auto core = std::make_unique<Core>();
-  core->options = options;
-  if (!options.io_uring) {
-    core->refusal = "preads were asked for";
-  } else if (const Status s = core->open_ring(); !s.ok()) {
-    core->refusal = s.message();
-  }
-  Core* const c = core.get();
-  try {
-    c->finisher = std::thread([c] { c->finish_loop(); });
-    if (c->has_ring) c->ring_thread = std::thread([c] { c->ring_loop(); });
-  } catch (const std::system_error& e) {
-    if (c->finisher.joinable()) {
-      {
-        const std::lock_guard lock(*c->mutex);
-        c->finisher_stop = true;
-      }
-      c->finish_work.notify_all();
-      c->finisher.join();
-    }
-    if (c->has_ring) {
-      ::close(c->event);
-      io_uring_queue_exit(&c->ring);
-    }
-    return no_memory(fmt::format("no thread for reads in the background: {}", e.what()));
-  }
+  core->board = std::make_shared<Board>(options);
+  core->set_up_ring(options);
+  FIRN_TRY(core->set_up_buffers(options));
+  FIRN_TRY(core->start(options));
   return std::unique_ptr<IoQueue>(new IoQueue(std::move(core)));
 }
 
-IoQueue::~IoQueue() {
-  Core& c = *core_;
-  std::vector<std::shared_ptr<IoTicket::Read>> dropped;
-  {
-    const std::lock_guard lock(*c.mutex);
-    c.stop = true;
-    for (auto* list : {&c.for_ring.demand, &c.for_ring.speculative, &c.for_pool.demand, &c.for_pool.speculative}) {
-      for (Core::Entry& e : *list) {
-        IoTicket::Read* read = e.read.get();
-        if (read->parts[e.part].started) continue;
-        if (read->status.ok()) read->status = cancelled("the read queue was closed");
-        c.skip_rest(read);
-        if (read->parts_left == 0) dropped.push_back(e.read);  // else what is in flight ends it
-      }
-      list->clear();
+IoTicket IoQueue::submit(IoRead read) {
+  Board& board = *core_->board;
+  auto r = std::make_shared<Read>();
+  for (size_t i = 0; i < read.pieces.size(); ++i) {
+    const IoPiece& piece = read.pieces[i];
+    if (const char* fault = piece_fault(piece)) {
+      r->status = invalid(fmt::format("read queue: piece {} of a read ({} bytes at offset {}) {}", i, piece.bytes,
+                                      piece.offset, fault));
+      r->done.store(true);
+      return IoTicket(std::move(r));
     }
-    c.wake_ring();
+    if (piece.bytes == 0) continue;
+    const int64_t direct = piece.file->direct_alignment();
+    const bool fits = direct <= kBufferAlignment && (direct == 0 || board.options.part_bytes % direct == 0);
+    r->path[board.ring && fits && piece.file->descriptor() >= 0 ? kRing : kPool].push_back(i);
   }
-  c.pool_work.notify_all();
-  for (const auto& read : dropped) c.complete(read);
-  dropped.clear();
-  if (c.ring_thread.joinable()) c.ring_thread.join();
-  for (std::thread& t : c.pool) t.join();
-  {
-    const std::lock_guard lock(*c.mutex);
-    c.finisher_stop = true;
+  r->board = core_->board;
+  r->pieces = std::move(read.pieces);
+  r->finish = std::move(read.finish);
+  r->io_class = r->submitted_class = read.io_class;
+  const std::lock_guard lock(board.mutex);
+  // A read without bytes goes through the pool too: finish runs on the queue's threads, never in submit().
+  const bool empty = r->path[kRing].empty() && r->path[kPool].empty();
+  for (const Route route : {kRing, kPool}) {
+    if (r->path[route].empty() && !(empty && route == kPool)) continue;
+    ReadList& list = board.lists[route][static_cast<size_t>(r->io_class)];
+    r->place[route] = list.insert(list.end(), r);
+    r->queued[route] = true;
   }
-  c.finish_work.notify_all();
-  c.finisher.join();
-  if (c.has_ring) {
-    io_uring_queue_exit(&c.ring);
-    ::close(c.event);
-  }
-}
-
-IoTicket IoQueue::submit(IoRead what) {
-  Core& c = *core_;
-  auto read = std::make_shared<IoTicket::Read>();
-  read->what = std::move(what);
-  read->demand = read->counts_demand = read->what.io_class == IoClass::kDemand;
-  const int64_t most = c.options.part_bytes;
-  for (const IoPiece& piece : read->what.pieces) {
-    FIRN_CHECK(
-        piece.file != nullptr && piece.bytes >= 0 && piece.offset >= 0 && (piece.dst != nullptr || piece.bytes == 0),
-        "a piece of a read");
-    read->bytes += piece.bytes;
-    const int64_t alignment = piece.file->direct_alignment();
-    for (int64_t at = 0; at < piece.bytes;) {
-      Part part;
-      part.file = piece.file;
-      part.offset = piece.offset + at;
-      part.dst = piece.dst + at;
-      // Parts end at multiples of part_bytes in the file, so that only a piece's ends are unaligned.
-      part.bytes = std::min(piece.bytes - at, most - part.offset % most);
-      part.ring = c.has_ring && piece.file->descriptor() >= 0;
-      const auto mask = static_cast<uint64_t>(std::max(alignment, int64_t{1}) - 1);
-      part.bounce = ((static_cast<uint64_t>(part.offset) | static_cast<uint64_t>(part.bytes) |
-                      reinterpret_cast<uintptr_t>(part.dst)) &
-                     mask) != 0;
-      at += part.bytes;
-      read->parts.push_back(part);
-    }
-  }
-  read->parts_left = static_cast<int64_t>(read->parts.size());
-  read->mutex = c.mutex;
-  read->promote = [&c](IoTicket::Read* r) {
-    if (r->demand) return;
-    r->demand = true;
-    bool ring = false, pool = false;
-    // Found by searching: what is queued on a guess is not much.
-    for (Core::Waiting* waiting : {&c.for_ring, &c.for_pool}) {
-      std::deque<Core::Entry> keep;
-      for (Core::Entry& e : waiting->speculative) {
-        if (e.read.get() != r) {
-          keep.push_back(std::move(e));
-          continue;
-        }
-        (waiting == &c.for_ring ? ring : pool) = true;
-        waiting->demand.push_back(std::move(e));
-      }
-      waiting->speculative = std::move(keep);
-    }
-    if (ring) c.wake_ring();
-    if (pool) c.pool_work.notify_all();
-  };
-  read->cancel = [&c](IoTicket::Read* r) {
-    if (r->any_started || r->parts.empty()) return false;
-    c.skip_rest(r);
-    r->status = cancelled("a read that had not begun was taken back");
-    r->promote = nullptr;
-    ++c.stats.cancelled;
-    --c.unfinished;
-    r->done.store(true, std::memory_order_release);
-    return true;
-  };
-  const IoTicket ticket(read);
-  bool empty = false;
-  {
-    const std::lock_guard lock(*c.mutex);
-    FIRN_CHECK(!c.stop, "a read submitted to a closed queue");
-    ++c.stats.reads;
-    ++c.unfinished;
-    read->start = Clock::now();
-    bool ring = false, pool = false;
-    for (size_t i = 0; i < read->parts.size(); ++i) {
-      Core::Waiting& waiting = read->parts[i].ring ? c.for_ring : c.for_pool;
-      (read->parts[i].ring ? ring : pool) = true;
-      (read->demand ? waiting.demand : waiting.speculative).push_back({read, i});
-    }
-    if (pool) c.start_pool();
-    if (ring) c.wake_ring();
-    if (pool) c.pool_work.notify_all();
-    empty = read->parts.empty();
-  }
-  if (empty) c.hand_to_finish(read);
-  return ticket;
+  ++board.stats.reads;
+  ++board.unsettled;
+  board.wake();
+  return IoTicket(std::move(r));
 }
 
 bool IoQueue::idle() const {
-  const std::lock_guard lock(*core_->mutex);
-  return core_->unfinished == 0;
+  const std::lock_guard lock(core_->board->mutex);
+  return core_->board->unsettled == 0;
 }
 
 IoQueueStats IoQueue::stats() const {
-  const std::lock_guard lock(*core_->mutex);
-  return core_->stats;
+  const Board& board = *core_->board;
+  const std::lock_guard lock(board.mutex);
+  IoQueueStats stats = board.stats;
+  if (board.flight > 0) stats.busy_seconds += seconds_between(board.busy_since, Clock::now());
+  return stats;
 }
 
 const char* IoQueue::backend() const {
-  return !core_->has_ring ? "preads" : core_->options.sqpoll ? "io_uring sqpoll" : "io_uring";
+  if (!core_->board->ring) return "preads";
+  return core_->sqpoll ? "io_uring sqpoll" : "io_uring";
 }
 
 const std::string& IoQueue::refusal() const { return core_->refusal; }
-
-int64_t IoQueue::buffer_bytes() const {
-  return (core_->has_ring ? core_->options.depth : core_->options.threads) * core_->bounce_bytes();
-}
+int64_t IoQueue::buffer_bytes() const { return core_->buffer_bytes; }
 
 }  // namespace firn::storage

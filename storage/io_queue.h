@@ -15,14 +15,17 @@
 // promote() makes one a demand read, cancel() drops it if none of its parts has been started.
 //
 // Errors: a short read is continued; end of file before the asked length is kCorrupt naming file, offset, expected and
-// found; EIO is tried once more and then reported the same way; EAGAIN, EBUSY and a full submission queue wait and go
-// on. When a part fails the read fails, after its parts in flight have come back: nothing writes to a destination
-// after wait() returned.
+// found; EIO is tried once more and then reported the same way; a full submission queue is waited for, and a part that
+// the ring refuses with EAGAIN or EBUSY is read by a thread that may block. When a part fails the read fails, after its
+// parts in flight have come back: nothing writes to a destination after wait() returned. Of several failures the first
+// one in the read is reported.
 //
-// Threads: every method may be called from any thread. One thread of the queue's own submits and reaps (io_uring), or
-// `threads` of them read; IoRead::finish runs there, so it must be short, must not throw, and must not wait for another
-// read. States of a read: queued -> in flight -> (finishing) -> done; queued -> cancelled. Lock order: the queue's
-// mutex is a leaf: finish and destructors of what a read holds run without it.
+// Threads: every method may be called from any thread. One thread of the queue's own submits and reaps (io_uring).
+// `threads` more read what has no descriptor or what the ring refused, and everything where there is no ring; so many
+// parts at most are in flight there, whatever the depth. IoRead::finish runs on any of these, several at once for
+// different reads, so it must be short, must not throw, and must not wait for another read. States of a read:
+// queued -> in flight -> (finishing) -> done; queued -> cancelled. Lock order: the queue's mutex is a leaf: finish and
+// destructors of what a read holds run without it.
 #pragma once
 
 #include <cstddef>
@@ -93,7 +96,8 @@ struct IoQueueStats {
 
 class IoQueue {
  public:
-  // Fails only when memory or threads are short; a refused io_uring is a fallback, named by refusal().
+  // Fails only when memory or threads are short (kNoMemory) or an option makes no sense (kInvalid); a refused io_uring
+  // is a fallback, named by refusal().
   static Result<std::unique_ptr<IoQueue>> create(const IoQueueOptions& options);
   ~IoQueue();  // cancels what is queued, waits for what is in flight
 
