@@ -23,6 +23,7 @@
 #include "model/config.h"
 #include "model/forward.h"
 #include "model/kv.h"
+#include "model/shared_weights.h"
 #include "model/tokenizer.h"
 #include "model/weights.h"
 #include "runtime/budget.h"
@@ -46,6 +47,8 @@ struct EngineOptions {
   bool load_direct = true;
   std::function<void(int64_t done, int64_t total)> load_progress;
   const std::atomic<bool>* cancel = nullptr;  // looked at while loading
+  bool share_weights = false;                 // weights in a named segment that later runs attach to
+  SharedWeightsOptions shared;
   // Called when headers and tokenizer are read and before the weights are: an error ends open() with it, so that a
   // request which cannot be served is refused without minutes of reading.
   std::function<Status(const Engine&)> before_load;
@@ -105,6 +108,7 @@ class Engine {
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<ThreadTeam> team_;
   std::unique_ptr<cpu::CpuOps> ops_;
+  SharedWeights shared_;  // outlives weights_
   Weights weights_;
   std::unique_ptr<KvPools> pools_;
   std::optional<Tokenizer> tokenizer_;
