@@ -203,15 +203,16 @@ struct FileSystemInfo {
   int64_t block = kPage;
   int64_t free_bytes = 0, size_bytes = 0;
   bool huge = false;
+  std::string mount;
 };
 
-// The "huge=" option of the mount that holds `folder`.
-bool huge_tmpfs(const std::string& folder) {
+// The mount that holds `folder`, and whether its "huge=" option lets it have huge pages.
+void find_mount(const std::string& folder, FileSystemInfo* info) {
   std::error_code ec;
   const std::string real = std::filesystem::canonical(folder, ec).string();
   std::ifstream mounts("/proc/self/mountinfo");
+  info->mount = folder;
   size_t best = 0;
-  bool huge = false;
   for (std::string line; std::getline(mounts, line);) {
     std::istringstream words(line);
     std::string skip, point;
@@ -219,10 +220,10 @@ bool huge_tmpfs(const std::string& folder) {
     const bool holds = point == "/" || real == point || real.rfind(point + "/", 0) == 0;
     if (!holds || point.size() < best) continue;
     best = point.size();
-    huge = line.find("huge=always") != std::string::npos || line.find("huge=within_size") != std::string::npos ||
-           line.find("huge=advise") != std::string::npos;
+    info->mount = point;
+    info->huge = line.find("huge=always") != std::string::npos || line.find("huge=within_size") != std::string::npos ||
+                 line.find("huge=advise") != std::string::npos;
   }
-  return huge;
 }
 
 FileSystemInfo look_at(const std::string& folder) {
@@ -242,7 +243,8 @@ FileSystemInfo look_at(const std::string& folder) {
   out.size_bytes = static_cast<int64_t>(s.f_blocks) * s.f_bsize;
   // A tmpfs without a limit reports no blocks at all.
   out.free_bytes = s.f_blocks == 0 ? INT64_MAX : static_cast<int64_t>(s.f_bavail) * s.f_bsize;
-  out.huge = type == HUGETLBFS_MAGIC || huge_tmpfs(folder);
+  find_mount(folder, &out);
+  if (type == HUGETLBFS_MAGIC) out.huge = true;
   return out;
 }
 
@@ -494,7 +496,7 @@ class SegmentOpener {
     std::string fix = fs_.name == "hugetlbfs"
                           ? fmt::format("raise vm.nr_hugepages by {}", (layout_.end - room + fs_.block - 1) / fs_.block)
                           : fmt::format("sudo mount -o remount,size={}G {}",
-                                        (fs_.size_bytes + layout_.end - room + kGiB - 1) / kGiB, o_.folder);
+                                        (fs_.size_bytes + layout_.end - room + kGiB - 1) / kGiB, fs_.mount);
     return fmt::format("{} has {} free, shared weights need {}, {} short: {}", o_.folder, format_size(room),
                        format_size(layout_.end), format_size(layout_.end - room), fix);
   }
@@ -610,7 +612,7 @@ Status SharedSegment::seal() {
 
 SharedRoom shared_room(const std::string& folder) {
   const FileSystemInfo info = look_at(folder);
-  return {info.why_not, info.free_bytes, info.size_bytes, info.huge};
+  return {info.why_not, info.mount, info.free_bytes, info.size_bytes, info.huge};
 }
 
 Result<std::vector<SharedInfo>> list_shared(const std::string& folder) {

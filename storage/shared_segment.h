@@ -105,6 +105,7 @@ class SharedSegment final : public Arena {
 
 struct SharedRoom {
   std::string why_not;  // why no segment can be here, else empty
+  std::string mount;    // what to remount for more room or huge pages
   int64_t free_bytes = 0, size_bytes = 0;
   bool huge_pages = false;
 };

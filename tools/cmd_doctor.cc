@@ -281,7 +281,7 @@ Json shared_json(const std::vector<storage::SharedInfo>& segments) {
 
 std::string shared_line(const storage::SharedInfo& s) {
   return fmt::format("{}  {}  {}, {} old, {} process{}, {}", s.name, s.source.empty() ? "(unknown model)" : s.source,
-                     gib(s.bytes), age(s.age_s), s.processes, s.processes == 1 ? "" : "es", shared_state(s));
+                     format_size(s.bytes), age(s.age_s), s.processes, s.processes == 1 ? "" : "es", shared_state(s));
 }
 
 void check_shared(const std::string& folder, Report* report) {
@@ -307,7 +307,7 @@ void check_shared(const std::string& folder, Report* report) {
   for (const storage::SharedInfo& s : *listed) check.more.push_back(shared_line(s));
   if (!room.huge_pages) {
     missing(&check, "walking shared weights costs more address translation",
-            fmt::format("sudo mount -o remount,huge=advise {} (before the weights are loaded)", folder));
+            fmt::format("sudo mount -o remount,huge=advise {} (before the weights are loaded)", room.mount));
   }
 }
 
@@ -319,7 +319,7 @@ int drop_shared(const std::string& folder, const std::string& name, const Global
     return 0;
   }
   for (const storage::SharedInfo& s : *dropped) {
-    fmt::print("removed {}  {}  {}{}\n", s.name, s.source, gib(s.bytes),
+    fmt::print("removed {}  {}  {}{}\n", s.name, s.source, format_size(s.bytes),
                s.processes > 0 ? fmt::format(" (free when the {} using it end)", s.processes) : "");
   }
   if (dropped->empty()) fmt::print("nothing to remove in {}\n", folder);
