@@ -206,7 +206,8 @@ struct FileSystemInfo {
   std::string mount;
 };
 
-// The mount that holds `folder`, and whether its "huge=" option lets it have huge pages.
+// The mount that holds `folder`, and whether its "huge=" option lets it have huge pages. huge=advise is not enough:
+// fallocate takes the pages and knows of no advice.
 void find_mount(const std::string& folder, FileSystemInfo* info) {
   std::error_code ec;
   const std::string real = std::filesystem::canonical(folder, ec).string();
@@ -221,8 +222,7 @@ void find_mount(const std::string& folder, FileSystemInfo* info) {
     if (!holds || point.size() < best) continue;
     best = point.size();
     info->mount = point;
-    info->huge = line.find("huge=always") != std::string::npos || line.find("huge=within_size") != std::string::npos ||
-                 line.find("huge=advise") != std::string::npos;
+    info->huge = line.find("huge=always") != std::string::npos || line.find("huge=within_size") != std::string::npos;
   }
 }
 
@@ -412,7 +412,7 @@ class SegmentOpener {
     std::unique_ptr<SharedSegment> segment(new SharedSegment(budget_, o_));
     void* data = mmap(nullptr, static_cast<size_t>(layout_.end), protection, MAP_SHARED, fd.get(), 0);
     if (data == MAP_FAILED) return std::unique_ptr<SharedSegment>();
-    // Does something only where the mount says huge=advise or more.
+    // So that huge pages of the file are mapped as such.
     (void)madvise(data, static_cast<size_t>(layout_.end), MADV_HUGEPAGE);
     segment->name_ = name_;
     segment->file_system_ = fs_.name;

@@ -292,7 +292,7 @@ void check_shared(const std::string& folder, Report* report) {
       {"path", folder}, {"free_bytes", room.free_bytes}, {"huge_pages", room.huge_pages}, {"why", room.why_not}};
   if (!room.why_not.empty()) {
     missing(&report->add("shared", room.why_not), "--share-weights loads into private memory, every run anew",
-            fmt::format("sudo mount -t tmpfs -o size=SIZE,huge=advise tmpfs {}", folder));
+            fmt::format("sudo mount -t tmpfs -o size=SIZE,huge=within_size tmpfs {}", folder));
     return;
   }
   Check& check = report->add(
@@ -307,7 +307,7 @@ void check_shared(const std::string& folder, Report* report) {
   for (const storage::SharedInfo& s : *listed) check.more.push_back(shared_line(s));
   if (!room.huge_pages) {
     missing(&check, "walking shared weights costs more address translation",
-            fmt::format("sudo mount -o remount,huge=advise {} (before the weights are loaded)", room.mount));
+            fmt::format("sudo mount -o remount,huge=within_size {} (before the weights are loaded)", room.mount));
   }
 }
 
