@@ -62,7 +62,12 @@ Status Engine::load(storage::FileSystem& fs) {
   load.experts = placement_.expert_slots < 0;
   FIRN_TRY(make_tiers());
   const auto start = std::chrono::steady_clock::now();
-  FIRN_ASSIGN(weights_, load_weights(fs, survey_, *arena_, load));
+  if (options_.share_weights) {
+    FIRN_ASSIGN(weights_, load_shared_weights(fs, survey_, *arena_, load, options_.shared, &shared_));
+    for (const std::string& m : shared_.missing) missing_.push_back(m);
+  } else {
+    FIRN_ASSIGN(weights_, load_weights(fs, survey_, *arena_, load));
+  }
   load_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!arena_->huge_pages_granted()) missing_.push_back("no huge pages (slower random reads)");
   return {};
@@ -268,11 +273,12 @@ std::string Engine::first_line() const {
   if (placement_.hidden_on_disk) kv += ", hidden states of long prompts on disk";
   return fmt::format(
       "MiniMax-M3 {} parameters, {} layers ({} sparse, {} MoE x {} experts), {} | {}{} | {} threads{} | weights "
-      "{} in RAM ({}), {} | {}",
+      "{} {} ({}), {} | {}",
       survey_.parameters >= 100'000'000 ? fmt::format("{:.1f}B", static_cast<double>(survey_.parameters) / 1e9)
                                         : fmt::format("{:.1f}M", static_cast<double>(survey_.parameters) / 1e6),
       c.layers, c.n_sparse(), c.n_moe(), c.experts, format_text, ops_->name(), options_.precise ? " precise" : "",
-      team_->size(), team_->pinned() ? " pinned" : "", format_size(weights_.bytes), experts, kv,
+      team_->size(), team_->pinned() ? " pinned" : "", format_size(weights_.bytes),
+      shared_.segment != nullptr ? shared_.place : "in RAM", experts, kv,
       missing_text.empty() ? "nothing missing" : "missing: " + missing_text);
 }
 

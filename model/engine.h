@@ -25,6 +25,7 @@
 #include "model/forward.h"
 #include "model/hidden_file.h"
 #include "model/kv.h"
+#include "model/shared_weights.h"
 #include "model/tokenizer.h"
 #include "model/weights.h"
 #include "runtime/budget.h"
@@ -60,6 +61,8 @@ struct EngineOptions {
   bool load_direct = true;
   std::function<void(int64_t done, int64_t total)> load_progress;
   const std::atomic<bool>* cancel = nullptr;  // looked at while loading
+  bool share_weights = false;                 // weights in a named segment that later runs attach to
+  SharedWeightsOptions shared;
   // Called when headers and tokenizer are read and before the weights are: an error ends open() with it, so that a
   // request which cannot be served is refused without minutes of reading.
   std::function<Status(const Engine&)> before_load;
@@ -159,6 +162,7 @@ class Engine {
   std::unique_ptr<storage::IoQueue> queue_;
   std::unique_ptr<ExpertStore> experts_;
   std::unique_ptr<KvTier> tier_;
+  SharedWeights shared_;  // outlives weights_
   Weights weights_;
   std::unique_ptr<KvPools> pools_;
   std::optional<Tokenizer> tokenizer_;

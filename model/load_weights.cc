@@ -79,11 +79,22 @@ class Loader {
   Result<Weights> run(double* seconds) {
     FIRN_TRY(survey_.loadable());
     FIRN_CHECK(arena_.space() == Space::kHost, "weights are loaded into host memory");
-    collect();
+    units_ = collect(survey_, options_.experts);
     FIRN_TRY(place_units());
-    FIRN_TRY(read_and_check(seconds));
+    if (!options_.content_is_there) FIRN_TRY(read_and_check(seconds));
     FIRN_TRY(build_views());
     return std::move(weights_);
+  }
+
+  static std::vector<WeightUnit> units(const Survey& survey, bool experts) {
+    std::vector<WeightUnit> out;
+    int64_t scalars = 0;
+    for (const Unit& unit : collect(survey, experts)) {
+      if (const int64_t bytes = unit_bytes(unit); bytes > 0) out.push_back({"weights: " + unit.what, bytes});
+      scalars += unit_scalars(unit);
+    }
+    if (scalars > 0) out.push_back({kScalarsUnit, scalars * int64_t{sizeof(float)}});
+    return out;
   }
 
  private:
@@ -138,24 +149,27 @@ class Loader {
     bool expert = false;
   };
 
-  void collect() {
-    units_.push_back({"embeddings and output head", {}, false});
-    const size_t first_layer = units_.size();
-    for (int64_t l = 0; l < config_.layers; ++l) units_.push_back({fmt::format("layer {}", l), {}, false});
-    for (const FoundSlot& found : survey_.found) {
+  static constexpr const char* kScalarsUnit = "weights: scales of whole matrices";
+
+  static std::vector<Unit> collect(const Survey& survey, bool experts) {
+    std::vector<Unit> units = {{"embeddings and output head", {}, false}};
+    const size_t first_layer = units.size();
+    for (int64_t l = 0; l < survey.config.layers; ++l) units.push_back({fmt::format("layer {}", l), {}, false});
+    for (const FoundSlot& found : survey.found) {
       const Slot& slot = *found.slot;
-      if (slot.role == Role::kVision || (slot.expert >= 0 && !options_.experts)) continue;
+      if (slot.role == Role::kVision || (slot.expert >= 0 && !experts)) continue;
       if (slot.layer < 0) {
-        units_[0].slots.push_back(&found);
+        units[0].slots.push_back(&found);
       } else if (slot.expert < 0) {
-        units_[first_layer + static_cast<size_t>(slot.layer)].slots.push_back(&found);
+        units[first_layer + static_cast<size_t>(slot.layer)].slots.push_back(&found);
       } else {
         if (slot.role == Role::kExpertGate) {
-          units_.push_back({fmt::format("expert {} of layer {}", slot.expert, slot.layer), {}, true});
+          units.push_back({fmt::format("expert {} of layer {}", slot.expert, slot.layer), {}, true});
         }
-        units_.back().slots.push_back(&found);
+        units.back().slots.push_back(&found);
       }
     }
+    return units;
   }
 
   void range(const FoundSlot& f, const TensorInfo& t, uint8_t* dst, bool checked) {
@@ -169,12 +183,21 @@ class Loader {
     return f.slot->role == Role::kRouterBias ? f.data->elements() * int64_t{sizeof(float)} : f.data->bytes;
   }
 
+  static int64_t unit_bytes(const Unit& unit) {
+    int64_t bytes = 0;
+    for (const FoundSlot* f : unit.slots) {
+      bytes += aligned(data_room(*f)) + (f->scales != nullptr ? aligned(f->scales->bytes) : 0);
+    }
+    return bytes;
+  }
+
+  static int64_t unit_scalars(const Unit& unit) {
+    return std::count_if(unit.slots.begin(), unit.slots.end(), [](const FoundSlot* f) { return f->scalar != nullptr; });
+  }
+
   Status place_units() {
     for (const Unit& unit : units_) {
-      int64_t bytes = 0;
-      for (const FoundSlot* f : unit.slots) {
-        bytes += aligned(data_room(*f)) + (f->scales != nullptr ? aligned(f->scales->bytes) : 0);
-      }
+      const int64_t bytes = unit_bytes(unit);
       if (bytes == 0) continue;
       auto buffer = arena_.allocate(bytes, "weights: " + unit.what);
       if (!buffer.ok()) {
@@ -195,15 +218,30 @@ class Loader {
           range(*f, *f->scales, place.scales, true);
           at += aligned(f->scales->bytes);
         }
-        if (f->scalar != nullptr) {
-          ranges_.push_back({f->scalar->shard, f->scalar->file_offset, f->scalar->bytes, &place.scalar});
-        }
       }
       FIRN_CHECK(at == bytes);
       weights_.bytes += bytes;
       if (unit.expert) weights_.experts_bytes += bytes;
       weights_.buffers.push_back(std::move(buffer).value());
     }
+    return place_scalars();
+  }
+
+  // In a buffer of their own, so that an arena whose content is there brings them too.
+  Status place_scalars() {
+    int64_t count = 0;
+    for (const Unit& unit : units_) count += unit_scalars(unit);
+    if (count == 0) return {};
+    FIRN_ASSIGN(Buffer buffer, arena_.allocate(count * int64_t{sizeof(float)}, kScalarsUnit));
+    float* next = buffer.as<float>();
+    for (const Unit& unit : units_) {
+      for (const FoundSlot* f : unit.slots) {
+        if (f->scalar == nullptr) continue;
+        ranges_.push_back({f->scalar->shard, f->scalar->file_offset, f->scalar->bytes, next});
+        places_[f].scalar = next++;
+      }
+    }
+    weights_.buffers.push_back(std::move(buffer));
     return {};
   }
 
@@ -238,7 +276,7 @@ class Loader {
       return {};
     }
     if (slot.role == Role::kRouterBias) {
-      widen_bias(f, place.data);
+      if (!options_.content_is_there) widen_bias(f, place.data);
       weights_.layers[static_cast<size_t>(slot.layer)].router_bias = {place.data,    DType::kF32,   1,
                                                                       slot.shape[0], slot.shape[0], Space::kHost};
       return {};
@@ -251,8 +289,8 @@ class Loader {
     view->data = place.data;
     view->scales = place.scales;
     if (f.scalar != nullptr) {
-      FIRN_ASSIGN(view->tensor_scale, usable_tensor_scale(f, place.scalar));
-      note_maximum(f, *view);
+      FIRN_ASSIGN(view->tensor_scale, usable_tensor_scale(f, *place.scalar));
+      if (!options_.content_is_there) note_maximum(f, *view);
     }
     return {};
   }
@@ -363,7 +401,7 @@ class Loader {
   struct Place {
     uint8_t* data = nullptr;
     uint8_t* scales = nullptr;
-    float scalar = 1.0f;  // load writes here: the map's nodes do not move
+    const float* scalar = nullptr;
   };
   struct Maximum {
     double value;
@@ -384,6 +422,10 @@ class Loader {
 };
 
 }  // namespace
+
+std::vector<WeightUnit> weight_units(const Survey& survey, const LoadOptions& options) {
+  return Loader::units(survey, options.experts);
+}
 
 Result<Weights> load_weights(storage::FileSystem& fs, const Survey& survey, Arena& arena, const LoadOptions& options,
                              double* seconds) {

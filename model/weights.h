@@ -155,7 +155,17 @@ struct LoadOptions {
   bool direct = true;
   std::function<void(int64_t, int64_t)> progress;
   const std::atomic<bool>* cancel = nullptr;
+  // The arena hands out memory in which an earlier load of the same weights stands already, and which may be read-only:
+  // nothing is read, written or checked.
+  bool content_is_there = false;
 };
+
+// What load_weights asks its arena for, in order: `what` names it in messages. REQUIRES survey.loadable().
+struct WeightUnit {
+  std::string what;
+  int64_t bytes = 0;
+};
+std::vector<WeightUnit> weight_units(const Survey& survey, const LoadOptions& options);
 
 // Loads every text tensor as stored, in disk order. Scale bytes are checked for NaN codes (the tensor is named).
 Result<Weights> load_weights(storage::FileSystem& fs, const Survey& survey, Arena& arena, const LoadOptions& options,

@@ -16,6 +16,7 @@
 #include "runtime/cgroup.h"
 #include "runtime/topology.h"
 #include "runtime/units.h"
+#include "storage/shared_segment.h"
 #include "tools/cli.h"
 #include "tools/doctor_probes.h"
 
@@ -252,6 +253,79 @@ void check_gpus(Report* report) {
   report->details["gpus"] = json;
 }
 
+std::string age(double seconds) {
+  if (seconds < 120) return fmt::format("{:.0f} s", std::max(0.0, seconds));
+  if (seconds < 7200) return fmt::format("{:.0f} min", seconds / 60);
+  return seconds < 172800 ? fmt::format("{:.0f} h", seconds / 3600) : fmt::format("{:.0f} days", seconds / 86400);
+}
+
+std::string shared_state(const storage::SharedInfo& s) {
+  if (s.complete) return "complete";
+  return s.filling ? "being filled" : "not usable: " + s.problem;
+}
+
+Json shared_json(const std::vector<storage::SharedInfo>& segments) {
+  Json out = Json::array();
+  for (const storage::SharedInfo& s : segments) {
+    out.push_back({{"name", s.name},
+                   {"model", s.source},
+                   {"bytes", s.bytes},
+                   {"age_s", s.age_s},
+                   {"processes", s.processes},
+                   {"complete", s.complete},
+                   {"filling", s.filling},
+                   {"problem", s.problem}});
+  }
+  return out;
+}
+
+std::string shared_line(const storage::SharedInfo& s) {
+  return fmt::format("{}  {}  {}, {} old, {} process{}, {}", s.name, s.source.empty() ? "(unknown model)" : s.source,
+                     format_size(s.bytes), age(s.age_s), s.processes, s.processes == 1 ? "" : "es", shared_state(s));
+}
+
+void check_shared(const std::string& folder, Report* report) {
+  const storage::SharedRoom room = storage::shared_room(folder);
+  const auto listed = storage::list_shared(folder);
+  report->details["shared_weights"] = listed.ok() ? shared_json(*listed) : Json::array();
+  report->details["shared_folder"] = {
+      {"path", folder}, {"free_bytes", room.free_bytes}, {"huge_pages", room.huge_pages}, {"why", room.why_not}};
+  if (!room.why_not.empty()) {
+    missing(&report->add("shared", room.why_not), "--share-weights loads into private memory, every run anew",
+            fmt::format("sudo mount -t tmpfs -o size=SIZE,huge=within_size tmpfs {}", folder));
+    return;
+  }
+  Check& check = report->add(
+      "shared", fmt::format("{} in {} ({} free of {})",
+                            !listed.ok() || listed->empty() ? std::string("no weights")
+                                                            : fmt::format("{} set(s) of weights", listed->size()),
+                            folder, gib(room.free_bytes), gib(room.size_bytes)));
+  if (!listed.ok()) {
+    missing(&check, listed.status().message(), fmt::format("chmod u+rx {}", folder));
+    return;
+  }
+  for (const storage::SharedInfo& s : *listed) check.more.push_back(shared_line(s));
+  if (!room.huge_pages) {
+    missing(&check, "walking shared weights costs more address translation",
+            fmt::format("sudo mount -o remount,huge=within_size {} (before the weights are loaded)", room.mount));
+  }
+}
+
+int drop_shared(const std::string& folder, const std::string& name, const Globals& globals) {
+  const auto dropped = storage::drop_shared(folder, name);
+  if (!dropped.ok()) return firn::tools::report(dropped.status());
+  if (globals.json) {
+    fmt::print("{}\n", Json({{"dropped", shared_json(*dropped)}}).dump(2, ' ', false, Json::error_handler_t::replace));
+    return 0;
+  }
+  for (const storage::SharedInfo& s : *dropped) {
+    fmt::print("removed {}  {}  {}{}\n", s.name, s.source, format_size(s.bytes),
+               s.processes > 0 ? fmt::format(" (free when the {} using it end)", s.processes) : "");
+  }
+  if (dropped->empty()) fmt::print("nothing to remove in {}\n", folder);
+  return 0;
+}
+
 void print(const Report& report) {
   int64_t gaps = 0;
   for (const Check& c : report.checks) {
@@ -299,7 +373,7 @@ Json to_json(const Report& report, const Topology& t) {
   return out;
 }
 
-int run_doctor(std::vector<std::string> folders, const Globals& globals) {
+int run_doctor(std::vector<std::string> folders, const std::string& share_dir, const Globals& globals) {
   const Result<Topology> topology = Topology::detect();
   if (!topology.ok()) return firn::tools::report(topology.status());
   if (folders.empty()) {
@@ -312,6 +386,7 @@ int run_doctor(std::vector<std::string> folders, const Globals& globals) {
   check_numa(*topology, &report);
   check_memory(*topology, &report);
   check_storage(folders, &report);
+  check_shared(share_dir, &report);
   check_gpus(&report);
   if (globals.json) {
     // Names and paths of the machine need not be UTF-8; the JSON must be.
@@ -328,7 +403,14 @@ Runner add_doctor(CLI::App& app, const Globals& globals) {
   auto folders = std::make_shared<std::vector<std::string>>();
   app.add_option("--dir", *folders,
                  "folders that hold models or far KV (repeatable); default: this one and the temporary one");
-  return [folders, &globals] { return run_doctor(*folders, globals); };
+  auto share_dir = std::make_shared<std::string>(storage::kSharedFolder);
+  auto drop = std::make_shared<std::string>();
+  app.add_option("--share-dir", *share_dir, "where shared weights are (--share-weights); default: /dev/shm");
+  app.add_option("--drop-shared", *drop, "remove shared weights by name, or all of ours; runs that use them go on");
+  return [folders, share_dir, drop, &app, &globals] {
+    if (app.count("--drop-shared") > 0) return drop_shared(*share_dir, *drop, globals);
+    return run_doctor(*folders, *share_dir, globals);
+  };
 }
 
 }  // namespace firn::tools

@@ -40,6 +40,10 @@ void add_engine_flags(CLI::App& app, EngineFlags* f) {
   typed(
       app.add_option("--ram", f->ram, "everything firn may hold in host memory; default: 90 % of what is free for us"),
       "SIZE");
+  app.add_flag("--share-weights", f->share_weights,
+               "keep the weights in shared memory after this run: later runs start at once (firn doctor lists them)");
+  typed(app.add_option("--share-dir", f->share_dir, "memory file system for --share-weights; default: /dev/shm"),
+        "DIR");
   typed(app.add_option("--wave", f->wave, "most tokens in one prefill wave; default: the whole prompt"), "N")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
   typed(app.add_option("--kv-dtype", f->kv_dtype, "storage of K, V and index keys, bf16 or f32; default: bf16"),
@@ -139,6 +143,7 @@ int check_engine_flags(const EngineFlags& f) {
   if (f.device != "auto" && f.device != "cpu") {
     return usage_error(fmt::format("--device {}: expected auto, cpu or cuda:N", f.device));
   }
+  if (!f.share_dir.empty() && !f.share_weights) return usage_error("--share-dir: needs --share-weights");
   if (!f.ram.empty()) {
     const auto ram = parse_size(f.ram);
     if (!ram.ok()) return usage_error("--ram: " + ram.status().message());
@@ -186,24 +191,43 @@ Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const G
   options.sessions = !f.session.empty();
   options.cancel = &interrupted();
   options.before_load = std::move(before_load);
+  std::optional<Progress> check_bar;
+  int64_t usable = topology.memory_usable_bytes;
+  std::string usable_reason = topology.memory_usable_reason;
+  if (f.share_weights) {
+    options.share_weights = true;
+    if (!f.share_dir.empty()) options.shared.folder = f.share_dir;
+    options.shared.progress = [&](int64_t done, int64_t total) {
+      if (done == 0) check_bar.emplace("checking shared weights", total, "B", globals.quiet);
+      check_bar->update(done);
+    };
+    options.shared.say = [&](const std::string& words) {
+      if (!globals.quiet) std::fprintf(stderr, "firn: %s\n", words.c_str());
+    };
+    // Weights that stand in memory already need not be free for us as well.
+    const int64_t there = model::shared_weights_bytes(options.shared.folder, f.model);
+    if (there > 0) usable_reason += fmt::format(", and {} of shared weights that are there", format_size(there));
+    usable += there;
+  }
   if (f.ram.empty()) {
-    options.ram_bytes = topology.memory_usable_bytes / 10 * 9;
-    options.ram_reason = "90 % of what is free for us: " + topology.memory_usable_reason;
+    options.ram_bytes = usable / 10 * 9;
+    options.ram_reason = "90 % of what is free for us: " + usable_reason;
   } else {
     FIRN_ASSIGN(options.ram_bytes, parse_size(f.ram));
-    if (options.ram_bytes > topology.memory_usable_bytes) {
+    if (options.ram_bytes > usable) {
       return no_memory(fmt::format("--ram {} is more than this machine gives us: {} ({}). Give less",
-                                   format_size(options.ram_bytes), format_size(topology.memory_usable_bytes),
-                                   topology.memory_usable_reason));
+                                   format_size(options.ram_bytes), format_size(usable), usable_reason));
     }
   }
   std::optional<Progress> bar;
   options.load_progress = [&](int64_t done, int64_t total) {
+    check_bar.reset();
     if (!bar.has_value()) bar.emplace("loading weights", total, "B", globals.quiet);
     bar->update(done);
   };
   FIRN_ASSIGN(std::unique_ptr<model::Engine> engine, model::Engine::open(storage::FileSystem::real(), options));
   if (bar.has_value()) bar->finish();
+  check_bar.reset();
   if (gpu::devices().empty()) engine->add_missing_capability("no GPU (" + gpu::why_none() + ")");
   if (engine->options().isa < cpu::Isa::kAvx512) {
     engine->add_missing_capability(fmt::format("no AVX-512 ({} kernels)", cpu::isa_name(engine->options().isa)));

@@ -13,11 +13,11 @@ namespace firn::tools {
 
 struct EngineFlags {
   std::string model, device = "auto", ram, vram, kv_ram, kv_vram, expert_ram, kv_disk, prefetch = "auto",
-                     kv_dtype = "bf16", trace, io = "auto", expert_policy = "frequency", session;
+                     kv_dtype = "bf16", trace, io = "auto", expert_policy = "frequency", session, share_dir;
   std::vector<std::string> kv_dir;
   int threads = 0;
   int64_t ctx = 0, wave = 0;
-  bool precise = false, kv_compress = false;
+  bool precise = false, kv_compress = false, share_weights = false;
 };
 
 void add_engine_flags(CLI::App& app, EngineFlags* flags);
