@@ -138,4 +138,46 @@ Result<std::unique_ptr<File>> FaultyFileSystem::open(const std::string& path, Op
   return std::unique_ptr<File>(std::make_unique<FaultyFile>(*this, std::move(inner), std::move(refusal)));
 }
 
+Status FaultyFileSystem::folder_fault(const std::string& path, const char* action) {
+  if (next(FaultKind::kFolderError, path) == nullptr) return {};
+  return io_error(fmt::format("{}: {} failed: injected fault", path, action));
+}
+
+Status FaultyFileSystem::make_folder(const std::string& path) {
+  FIRN_TRY(folder_fault(path, "creating the folder"));
+  return inner_.make_folder(path);
+}
+
+Result<std::vector<std::string>> FaultyFileSystem::list_folder(const std::string& path) {
+  FIRN_TRY(folder_fault(path, "listing the folder"));
+  return inner_.list_folder(path);
+}
+
+Status FaultyFileSystem::remove(const std::string& path) {
+  FIRN_TRY(folder_fault(path, "removing it"));
+  return inner_.remove(path);
+}
+
+Status FaultyFileSystem::remove_folder(const std::string& path) {
+  FIRN_TRY(folder_fault(path, "removing the folder"));
+  return inner_.remove_folder(path);
+}
+
+Result<bool> FaultyFileSystem::exists(const std::string& path) {
+  FIRN_TRY(folder_fault(path, "looking for it"));
+  return inner_.exists(path);
+}
+
+Result<int64_t> FaultyFileSystem::free_bytes(const std::string& path) {
+  FIRN_TRY(folder_fault(path, "asking for free space"));
+  return inner_.free_bytes(path);
+}
+
+Status FaultyFileSystem::sync_folder(const std::string& path) {
+  if (next(FaultKind::kSyncError, path) != nullptr) {
+    return io_error(fmt::format("{}: syncing the folder failed: injected fault", path));
+  }
+  return inner_.sync_folder(path);
+}
+
 }  // namespace firn::storage

@@ -27,7 +27,8 @@ enum class FaultKind : uint8_t {
   kSlowRead,       // a read takes `delay` longer
   kNoSpace,        // a write fails, as after ENOSPC, having written nothing
   kTornWrite,      // a write fails after its first `bytes` bytes are in the file
-  kSyncError,      // sync() fails
+  kSyncError,      // sync() fails, of a file or a folder
+  kFolderError,    // making, listing, removing, looking for or asking about a name or folder fails
 };
 
 struct Fault {
@@ -44,12 +45,20 @@ class FaultyFileSystem : public FileSystem {
  public:
   FaultyFileSystem(FileSystem& inner, std::vector<Fault> plan, uint64_t seed = 1);
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode) override;
+  Status make_folder(const std::string& path) override;
+  Result<std::vector<std::string>> list_folder(const std::string& path) override;
+  Status remove(const std::string& path) override;
+  Status remove_folder(const std::string& path) override;
+  Result<bool> exists(const std::string& path) override;
+  Result<int64_t> free_bytes(const std::string& path) override;
+  Status sync_folder(const std::string& path) override;
 
   int64_t hits() const { return hits_.load(); }  // faults applied so far: a test can tell that its plan took effect
   // The fault to apply to this call, nullptr for none; counts the call. Used by the files this opens.
   const Fault* next(FaultKind kind, const std::string& path);
 
  private:
+  Status folder_fault(const std::string& path, const char* action);
   struct Armed {
     Fault fault;
     std::atomic<int64_t> calls{0};

@@ -5,9 +5,11 @@
 // some file systems accept the flag at open and refuse the first read.
 #include "storage/file.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -303,6 +305,62 @@ Result<std::unique_ptr<File>> open_file(const std::string& path, OpenMode mode) 
   return std::unique_ptr<File>(std::make_unique<PosixFile>(path, std::move(fd), std::move(direct), update));
 }
 
+Status FileSystem::make_folder(const std::string& path) {
+  if (::mkdir(path.c_str(), 0755) == 0) return {};
+  if (errno == ENOENT) {
+    return not_found(fmt::format("{}: its folder {} does not exist: create it first", path, folder_of(path)));
+  }
+  return errno_status(errno, path, "creating the folder");
+}
+
+Result<std::vector<std::string>> FileSystem::list_folder(const std::string& path) {
+  struct Close {
+    void operator()(DIR* d) const { ::closedir(d); }
+  };
+  const std::unique_ptr<DIR, Close> dir(::opendir(path.c_str()));
+  if (!dir) return errno_status(errno, path, "opening the folder");
+  std::vector<std::string> names;
+  for (;;) {
+    errno = 0;
+    const dirent* entry = ::readdir(dir.get());
+    if (entry == nullptr) break;
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  if (errno != 0) return errno_status(errno, path, "listing the folder");
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+Status FileSystem::remove(const std::string& path) {
+  return ::unlink(path.c_str()) == 0 ? Status() : errno_status(errno, path, "removing it");
+}
+
+Status FileSystem::remove_folder(const std::string& path) {
+  return ::rmdir(path.c_str()) == 0 ? Status() : errno_status(errno, path, "removing the folder");
+}
+
+Result<bool> FileSystem::exists(const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0) return true;
+  if (errno == ENOENT || errno == ENOTDIR) return false;
+  return errno_status(errno, path, "looking for it");
+}
+
+Result<int64_t> FileSystem::free_bytes(const std::string& path) {
+  struct statvfs info {};
+  if (::statvfs(path.c_str(), &info) != 0) return errno_status(errno, path, "asking for free space");
+  return static_cast<int64_t>(info.f_bavail * info.f_frsize);
+}
+
+Status FileSystem::sync_folder(const std::string& path) {
+  const Descriptor fd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd.valid()) return errno_status(errno, path, "opening the folder to sync it");
+  // Some file systems cannot sync a folder and say EINVAL.
+  if (::fsync(fd.get()) != 0 && errno != EINVAL) return errno_status(errno, path, "syncing the folder");
+  return {};
+}
+
 FileSystem& FileSystem::real() {
   static RealFileSystem stateless;
   return stateless;
@@ -338,12 +396,7 @@ Status commit_temporary(const std::string& temporary, const std::string& path) {
     remove_quietly(temporary);
     return errno_status(error, path, "putting the finished file in its place");
   }
-  const std::string folder = folder_of(path);
-  const Descriptor fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!fd.valid()) return errno_status(errno, folder, "opening the folder to sync it");
-  // Some file systems cannot sync a folder and say EINVAL; the rename itself is done then.
-  if (::fsync(fd.get()) != 0 && errno != EINVAL) return errno_status(errno, folder, "syncing the folder");
-  return {};
+  return FileSystem::real().sync_folder(folder_of(path));
 }
 
 Status write_file_atomically(FileSystem& fs, const std::string& path, std::span<const std::byte> content) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "runtime/status.h"
 
@@ -55,7 +56,15 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
   virtual Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode) = 0;
-  static FileSystem& real();  // stateless
+  // Folders and names. What these do by default is the real thing.
+  virtual Status make_folder(const std::string& path);                            // its parent must exist
+  virtual Result<std::vector<std::string>> list_folder(const std::string& path);  // sorted names, without . and ..
+  virtual Status remove(const std::string& path);                                 // a file; kNotFound where none is
+  virtual Status remove_folder(const std::string& path);                          // an empty one
+  virtual Result<bool> exists(const std::string& path);                           // of any kind
+  virtual Result<int64_t> free_bytes(const std::string& path);                    // of the drive, for this user
+  virtual Status sync_folder(const std::string& path);                            // makes new and removed names last
+  static FileSystem& real();                                                      // stateless
 };
 
 // The whole of a regular file (at most max_bytes, so that a mistaken path cannot fill memory).

@@ -39,7 +39,8 @@
 
 namespace firn::storage {
 
-enum class BlockKind : uint8_t { kKv = 1, kIndex = 2 };
+// Open-ended: a log stores any kind from 1 to 255.
+enum class BlockKind : uint8_t { kKv = 1, kIndex = 2, kTokens = 3 };
 
 struct BlockKey {
   BlockKind kind = BlockKind::kKv;
@@ -61,7 +62,7 @@ struct BlockPlace {
 
 struct LogEntry {
   BlockKey key;
-  std::span<const std::byte> bytes;  // any alignment; whole pages of aligned memory are written without a copy
+  std::span<const std::byte> bytes;  // any alignment; 1 byte to 1 GiB
 };
 
 struct KvLogOptions {
@@ -76,12 +77,13 @@ struct KvLogOptions {
 
 struct KvLogStats {
   int64_t bytes_appended = 0;       // blocks as the caller gave them
+  int64_t bytes_stored = 0;         // of these blocks as they were stored, compressed or not: ratio = appended / stored
   int64_t bytes_written = 0;        // to files, everything included (drives wear)
   int64_t bytes_on_disk = 0;        // now, all drives
   int64_t bytes_dead = 0;           // of these, of superseded or dropped entries
   int64_t metadata_bytes_read = 0;  // by open()
   int64_t records = 0, commits = 0, entries = 0;
-  double write_seconds = 0, sync_seconds = 0;
+  double write_seconds = 0, sync_seconds = 0, compress_seconds = 0;
 };
 
 class KvLog {
