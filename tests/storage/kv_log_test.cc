@@ -99,6 +99,12 @@ Twin some_blocks(std::mt19937_64& random, uint32_t keys, size_t count, size_t ma
   return blocks;
 }
 
+// Thousands of syncs take minutes on a drive and nothing in memory; what is tested is the order of writes.
+std::string memory_folder() {
+  const bool there = ::access("/dev/shm", W_OK) == 0;
+  return there ? "/dev/shm" : std::filesystem::temp_directory_path().string();
+}
+
 KvLogOptions small_options() {
   KvLogOptions options;
   options.identity = "model abc bf16 block 128";
@@ -195,7 +201,7 @@ TEST_CASE("A log gives back what was appended, before and after it is opened aga
 
 TEST_CASE("A log does what a map does, through commits, drops, compaction and reopening", "[kv_log]") {
   for (const uint64_t seed : {1u, 2u, 3u}) {
-    const TempFolder folder;
+    const TempFolder folder(memory_folder());
     KvLogOptions options = small_options();
     options.durable = true;
     options.compress = seed == 2;
@@ -311,7 +317,7 @@ struct Life {
 
 TEST_CASE("After writes stop at any moment the log opens as of its last commit", "[kv_log]") {
   for (const bool two : {false, true}) {
-    const TempFolder folder;
+    const TempFolder folder(memory_folder());
     int64_t writes = INT64_MAX;
     std::mt19937_64 random(11);
     for (int64_t stop = 1; stop <= writes; ++stop) {
@@ -346,7 +352,7 @@ TEST_CASE("After writes stop at any moment the log opens as of its last commit",
 }
 
 TEST_CASE("A failing drive gives a clear error, and the log opens afterwards", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   int number = 0;
   for (const FaultKind kind : {FaultKind::kNoSpace, FaultKind::kTornWrite, FaultKind::kSyncError, FaultKind::kReadError,
                                FaultKind::kOpenError, FaultKind::kFolderError, FaultKind::kEarlyEnd}) {
@@ -366,7 +372,7 @@ TEST_CASE("A failing drive gives a clear error, and the log opens afterwards", "
 }
 
 TEST_CASE("No space leaves what was appended, and appending goes on when there is some again", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   for (const FaultKind kind : {FaultKind::kNoSpace, FaultKind::kTornWrite}) {
     for (int64_t call = 1; call < 30; ++call) {
       const std::string dir = folder / (std::to_string(static_cast<int>(kind)) + "-" + std::to_string(call));
@@ -408,7 +414,7 @@ TEST_CASE("No space leaves what was appended, and appending goes on when there i
 }
 
 TEST_CASE("A flipped bit is an error or changes nothing", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   const std::string dir = folder / "log";
   KvLogOptions options = small_options();
   options.segment_bytes = 64 * 1024;
@@ -428,7 +434,8 @@ TEST_CASE("A flipped bit is an error or changes nothing", "[kv_log]") {
     REQUIRE((*log)->journal("a note").ok());
   }
   int errors = 0, harmless = 0, flips = 0;
-  for (const std::string& name : FileSystem::real().list_folder(dir).value()) {
+  const auto names = FileSystem::real().list_folder(dir).value();
+  for (const std::string& name : names) {
     if (name == "lock") continue;
     const std::string whole = test::get_file(dir + "/" + name);
     // Each page's head, where records begin, and places within.
@@ -441,7 +448,7 @@ TEST_CASE("A flipped bit is an error or changes nothing", "[kv_log]") {
     for (const size_t at : places) {
       std::string broken = whole;
       broken[at] = static_cast<char>(broken[at] ^ (1 << (random() % 8)));
-      const TempFolder copy;
+      const TempFolder copy(memory_folder());
       std::filesystem::copy(dir, copy / "log");
       test::put_file(copy / "log" + "/" + name, broken);
       ++flips;
@@ -476,7 +483,7 @@ TEST_CASE("A flipped bit is an error or changes nothing", "[kv_log]") {
 }
 
 TEST_CASE("What is not this log is refused with the reason", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   const KvLogOptions options = small_options();
   FileSystem& fs = FileSystem::real();
   const auto why = [&](const std::string& name, const KvLogOptions& o) {
@@ -519,7 +526,7 @@ TEST_CASE("What is not this log is refused with the reason", "[kv_log]") {
 }
 
 TEST_CASE("The disk limit refuses before anything is written, and says how much is short", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   KvLogOptions options = small_options();
   options.disk_limit_bytes = 1 << 20;
   auto log = std::move(KvLog::create(FileSystem::real(), folder / "log", options)).value();
@@ -551,7 +558,7 @@ TEST_CASE("The disk limit refuses before anything is written, and says how much 
 }
 
 TEST_CASE("A scratch log leaves nothing", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   KvLogOptions options = small_options();
   options.durable = false;
   options.more_dirs = {folder / "b"};
@@ -566,7 +573,7 @@ TEST_CASE("A scratch log leaves nothing", "[kv_log]") {
 }
 
 TEST_CASE("A process killed at any moment leaves its last commit and its notes", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   const std::string dir = folder / "log";
   KvLogOptions options = small_options();
   REQUIRE(KvLog::create(FileSystem::real(), dir, options).ok());
@@ -614,7 +621,7 @@ TEST_CASE("A process killed at any moment leaves its last commit and its notes",
 }
 
 TEST_CASE("Blocks are found and read while others are appended", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   KvLogOptions options = small_options();
   options.durable = false;
   auto log = std::move(KvLog::create(FileSystem::real(), folder / "log", options)).value();
@@ -650,7 +657,7 @@ TEST_CASE("Blocks are found and read while others are appended", "[kv_log]") {
 }
 
 TEST_CASE("Bulk appends write hardly more than the blocks, each at a whole page", "[kv_log]") {
-  const TempFolder folder;
+  const TempFolder folder(memory_folder());
   for (const auto& [bytes, count, most] : {std::tuple{32768, 64, 1.05}, {32768, 1000, 1.015}, {65536, 1000, 1.01}}) {
     KvLogOptions options;
     options.durable = false;
