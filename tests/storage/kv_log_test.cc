@@ -523,6 +523,32 @@ TEST_CASE("A flipped bit is an error or changes nothing", "[kv_log]") {
   CHECK(harmless > 10);
 }
 
+TEST_CASE("Damage before a commit is told from a torn tail even without the journal", "[kv_log]") {
+  const TempFolder folder(memory_folder());
+  const std::string dir = folder / "log", segment = dir + "/segment-000001";
+  const KvLogOptions options = small_options();
+  int64_t first = 0;
+  {
+    auto log = std::move(KvLog::create(FileSystem::real(), dir, options)).value();
+    REQUIRE(log->commit("one").ok());
+    first = log->stats().bytes_on_disk;
+    const std::string block(5000, 'x');
+    const LogEntry entry{key_of(1), bytes_of(block)};
+    REQUIRE(log->append({&entry, 1}).ok());
+    REQUIRE(log->commit("two").ok());
+  }
+  std::filesystem::remove(dir + "/journal");
+  const std::string whole = test::get_file(segment);
+  std::string broken = whole;
+  broken[static_cast<size_t>(first) + 70] ^= 1;
+  test::put_file(segment, broken);
+  CHECK(contains(KvLog::open(FileSystem::real(), dir, options).status().message(),
+                 "damaged at offset " + std::to_string(first)));
+  // The same record without what follows is a torn tail.
+  test::put_file(segment, broken.substr(0, static_cast<size_t>(first) + 4096));
+  CHECK(KvLog::open(FileSystem::real(), dir, options).value()->state() == "one");
+}
+
 TEST_CASE("What is not this log is refused with the reason", "[kv_log]") {
   const TempFolder folder(memory_folder());
   const KvLogOptions options = small_options();
