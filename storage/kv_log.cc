@@ -654,7 +654,7 @@ struct KvLog::Core {
   Result<RecordHeader> write_small(Segment& s, RecordType type, size_t count, std::span<const std::byte> payload) {
     const int64_t pages = small_pages(payload.size());
     FIRN_TRY(small.reserve(pages * kPage));
-    std::memcpy(small.data() + sizeof(RecordHeader), payload.data(), payload.size());
+    std::copy(payload.begin(), payload.end(), small.data() + sizeof(RecordHeader));
     const size_t used = sizeof(RecordHeader) + payload.size();
     std::memset(small.data() + used, 0, static_cast<size_t>(pages * kPage) - used);
     const RecordHeader header = header_for(s, type, count, payload.size(), pages);

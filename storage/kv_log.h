@@ -20,7 +20,8 @@
 // Errors: what is on disk is never trusted. A block whose checksum does not match is kCorrupt naming file, layer,
 // block, expected and found; a torn tail behind the last commit is cut off silently, since nothing in it was promised;
 // damage before it is an error of the entry concerned, found at the latest when it is read. ENOSPC and the limit leave
-// the log as of the last commit plus what was appended completely; append may be tried again.
+// the log as of the last commit plus what was appended completely; append may be tried again. After a failed sync
+// nobody knows what reached the drive: every later write is refused, and the log must be opened again.
 #pragma once
 
 #include <cstddef>
@@ -116,7 +117,9 @@ class KvLog {
 
   // Re-reads and checks everything; the first problems in words (empty: all well). progress may be empty.
   Result<std::vector<std::string>> verify(const std::function<void(int64_t done, int64_t total)>& progress) const;
-  // Rewrites live entries of segments that are mostly dead (or of all) and frees the rest; commits the same state.
+  // Rewrites live entries of segments that are mostly dead (or of all) and frees the rest, a segment at a time, within
+  // the disk limit. Each segment ends with a commit of the same state, which makes what was appended or dropped since
+  // the last commit() last as well: call it right after one. Notes stay.
   // Places change: ask find() again.
   Status compact(bool all, const std::function<void(int64_t done, int64_t total)>& progress);
 
