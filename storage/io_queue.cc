@@ -41,18 +41,13 @@ constexpr int64_t kMaxPartBytes = int64_t{1} << 30;
 // costs more than copying so little.
 constexpr int64_t kSplitBytes = int64_t{128} << 10;
 constexpr uint64_t kWakeData = UINT64_MAX;
-
 enum Route : uint8_t { kRing = 0, kPool = 1, kRoutes = 2 };
 
-double seconds_between(Clock::time_point a, Clock::time_point b) {
-  return std::chrono::duration<double>(b - a).count();
-}
-
+double seconds_between(Clock::time_point a, Clock::time_point b) { return (b - a) / std::chrono::duration<double>(1); }
 int64_t floor_to(int64_t value, int64_t alignment) { return alignment > 1 ? value - value % alignment : value; }
 int64_t ceil_to(int64_t value, int64_t alignment) { return floor_to(value + alignment - 1, alignment); }
 
 struct Board;
-
 using ReadList = std::list<std::shared_ptr<IoTicket::Read>>;
 
 }  // namespace
