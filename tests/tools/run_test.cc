@@ -8,6 +8,7 @@
 #include <set>
 #include <sstream>
 
+#include "runtime/units.h"
 #include "tests/support/catch.h"
 #include "tests/support/fixtures.h"
 #include "tests/tools/run_firn.h"
@@ -292,7 +293,7 @@ TEST_CASE("what does not fit is refused with both numbers and before anything is
   // A little over what one token needs is not what 2009 need.
   const size_t at = least.err.find("at least --ram ");
   const double mib = std::stod(least.err.substr(at + 15)) + 0.25;
-  const std::string ram = fmt::format("{:.2f}MiB", mib);
+  const std::string ram = format_size(static_cast<int64_t>(mib * 1024 * 1024));
   const Ran prompt = run_firn(question({"--ram", ram, "--max-tokens", "4"}));
   refused(prompt, 1, {"2009 tokens of context", "--ram allows " + ram, "short"});
   CHECK(prompt.err.find("parameters") == std::string::npos);
