@@ -60,6 +60,8 @@ const Command kCommands[] = {
     {"render", "firn render --model DIR --messages chat.json", "Shows the prompt a message list becomes.", add_render},
     {"synth", "firn synth --config config.json --out DIR --format mxfp8",
      "Makes a checkpoint of any size with seeded random weights.", add_synth},
+    {"pack", "firn pack DIR --out model.firn",
+     "Puts a checkpoint into one file, one aligned and checksummed extent an expert; checks such files.", add_pack},
     {"doctor", "firn doctor", "Says what this machine gives, what is missing, what that costs and how to fix it.",
      add_doctor},
     {"bench", "firn bench moe --tokens 1,32", "Measures kernels beside the limits of this machine.", add_bench},
