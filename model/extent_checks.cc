@@ -43,9 +43,8 @@ void ExtentChecks::place_rest(std::vector<storage::LoadRange>* ranges) {
 }
 
 Status ExtentChecks::check(storage::FileSystem& fs, const storage::Extent& extent) const {
-  const bool in_memory = std::all_of(extent.tensors.begin(), extent.tensors.end(), [&](int32_t i) {
-    return places_[static_cast<size_t>(i)] != nullptr;
-  });
+  const bool in_memory = std::all_of(extent.tensors.begin(), extent.tensors.end(),
+                                     [&](int32_t i) { return places_[static_cast<size_t>(i)] != nullptr; });
   if (!in_memory) return storage::verify_extent(fs, checkpoint_, extent);
   return storage::check_extent(checkpoint_, extent, [&](int32_t i) { return places_[static_cast<size_t>(i)]; });
 }

@@ -132,7 +132,12 @@ Status check_codes(const std::vector<Placed>& placed, int n_threads, const std::
 class Loader {
  public:
   Loader(storage::FileSystem& fs, const Survey& survey, Arena& arena, const LoadOptions& options)
-      : fs_(fs), survey_(survey), arena_(arena), options_(options), config_(survey.config), extents_(survey.checkpoint) {}
+      : fs_(fs),
+        survey_(survey),
+        arena_(arena),
+        options_(options),
+        config_(survey.config),
+        extents_(survey.checkpoint) {}
 
   Result<Weights> run(double* seconds) {
     FIRN_TRY(survey_.loadable());

@@ -187,9 +187,8 @@ Result<bool> belongs(storage::FileSystem& fs, const stdfs::directory_entry& entr
   for (const char* end : {".safetensors", ".safetensors.index.json", ".gguf", ".bin", ".pt", ".pth"}) {
     if (std::string_view(name).ends_with(end)) return false;
   }
-  if (name.rfind(out.filename().string(), 0) == 0 && stdfs::equivalent(entry.path().parent_path(),
-                                                                       out.has_parent_path() ? out.parent_path() : ".",
-                                                                       ec)) {
+  if (name.rfind(out.filename().string(), 0) == 0 &&
+      stdfs::equivalent(entry.path().parent_path(), out.has_parent_path() ? out.parent_path() : ".", ec)) {
     return false;
   }
   FIRN_ASSIGN(const bool packed, storage::is_packed_file(fs, entry.path().string()));

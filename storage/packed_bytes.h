@@ -101,8 +101,8 @@ struct AlignedDelete {
 };
 using AlignedBytes = std::unique_ptr<std::byte, AlignedDelete>;
 inline AlignedBytes aligned_bytes(int64_t bytes) {
-  return AlignedBytes(static_cast<std::byte*>(
-      std::aligned_alloc(static_cast<size_t>(kPackedAlignment), static_cast<size_t>(bytes))));
+  return AlignedBytes(
+      static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(kPackedAlignment), static_cast<size_t>(bytes))));
 }
 
 }  // namespace firn::storage::packed

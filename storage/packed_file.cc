@@ -135,7 +135,9 @@ class DirectoryParser {
     n_extents_ = reader_.take<uint32_t>();
     n_files_ = reader_.take<uint32_t>();
     n_tensors_ = reader_.take<uint32_t>();
-    out_.experts = reader_.text(reader_.take<uint32_t>() & 0xFFFFu);
+    const auto option_bytes = reader_.take<uint32_t>();
+    if (option_bytes > UINT16_MAX) return bad(fmt::format("a text of {} bytes", option_bytes));
+    out_.experts = reader_.text(option_bytes);
     // The smallest entry of each table: a count beyond what the bytes can hold must not cost memory.
     const size_t least = size_t{n_extents_} * 40 + size_t{n_files_} * 15 + size_t{n_tensors_} * 21;
     if (!reader_.ok() || least > reader_.rest().size()) {
@@ -324,9 +326,10 @@ Result<Header> parse_header(std::string_view page, int64_t real_bytes, const std
   std::memcpy(&stored, page.data() + packed::kHeaderChecksumAt, sizeof(stored));
   const uint64_t found = packed::hash64(page.substr(0, static_cast<size_t>(packed::kHeaderChecksumAt)));
   if (version != packed::kVersion) {
-    return unsupported(fmt::format("{}: packed model file of version {}, this firn reads version {}: make it anew with "
-                                   "firn pack, or use the firn that made it",
-                                   path, version, packed::kVersion));
+    return unsupported(
+        fmt::format("{}: packed model file of version {}, this firn reads version {}: make it anew with "
+                    "firn pack, or use the firn that made it",
+                    path, version, packed::kVersion));
   }
   if (stored != found) {
     return damaged(path, fmt::format("header: expected checksum {:016x}, found {:016x}", stored, found));
@@ -469,13 +472,13 @@ Result<std::string> read_embedded(const File& file, const Checkpoint& checkpoint
   if (it == checkpoint.files.end()) return not_found(fmt::format("{}: holds no {}", checkpoint.path, name));
   const Extent& extent = checkpoint.extents[static_cast<size_t>(it->second.extent)];
   if (it->second.bytes > max_bytes) {
-    return invalid(fmt::format("{}: {} has {} bytes, expected at most {}", checkpoint.path, name, it->second.bytes,
-                               max_bytes));
+    return invalid(
+        fmt::format("{}: {} has {} bytes, expected at most {}", checkpoint.path, name, it->second.bytes, max_bytes));
   }
   // A file's extent is its bytes and less than a page of zeros; more would be a way to fill memory.
   if (extent.bytes - it->second.bytes >= 2 * kPackedAlignment) {
-    return damaged(checkpoint.path, fmt::format("{} has {} bytes in an extent of {}", name, it->second.bytes,
-                                                extent.bytes));
+    return damaged(checkpoint.path,
+                   fmt::format("{} has {} bytes in an extent of {}", name, it->second.bytes, extent.bytes));
   }
   std::string text(static_cast<size_t>(extent.bytes), '\0');
   FIRN_TRY(file.read_at(extent.offset, std::as_writable_bytes(std::span(text))));

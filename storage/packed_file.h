@@ -5,8 +5,8 @@
 // inside, and read_model_file finds them wherever the model is.
 //
 // Trust: header and directory carry checksums, and every count, offset and length in them is checked against the file's
-// real size all the same; an extent is checked by whoever reads it (check_extent, verify_packed). Damage is kCorrupt and
-// names file, extent, expected and found.
+// real size all the same; an extent is checked by whoever reads it (check_extent, verify_packed). Damage is kCorrupt
+// and names file, extent, expected and found.
 //
 // Writing: OUT.partial is filled extent by extent; OUT.partial.progress says how many are on disk for good (written
 // only after those were synced). A run that was cancelled, failed or killed goes on from there when it is started again
@@ -29,7 +29,7 @@
 
 namespace firn::storage {
 
-inline constexpr int64_t kPackedAlignment = 4096;     // of extents
+inline constexpr int64_t kPackedAlignment = 4096;      // of extents
 inline constexpr int64_t kPackedTensorAlignment = 64;  // of tensors in them
 inline constexpr int64_t kMaxEmbeddedFileBytes = int64_t{64} << 20;
 
@@ -76,8 +76,8 @@ Result<VerifyStats> verify_packed(FileSystem& fs, const std::string& path, int n
 
 // --- Writing ---------------------------------------------------------------------------------------------------------
 
-// `fill` writes rows [begin, begin + n) of the first dimension (a scalar has one row); it is called from several threads
-// at once, each with its own rows, and must give the same bytes for the same rows.
+// `fill` writes rows [begin, begin + n) of the first dimension (a scalar has one row); it is called from several
+// threads at once, each with its own rows, and must give the same bytes for the same rows.
 struct PackTensor {
   std::string name;
   DType dtype = DType::kF32;

@@ -29,8 +29,8 @@
 namespace firn::storage {
 namespace {
 
-using packed::AlignedBytes;
 using packed::align_up;
+using packed::AlignedBytes;
 using packed::put;
 using Clock = std::chrono::steady_clock;
 
@@ -87,14 +87,15 @@ struct Layout {
     const PackTensor* tensor;
     int64_t offset, bytes, row_bytes, rows;
   };
-  std::vector<Extent> extents;             // tensors: indices into `tensors`
+  std::vector<Extent> extents;              // tensors: indices into `tensors`
   std::vector<const std::string*> content;  // of the first extents, those of files
-  std::vector<Placed> tensors;             // in disk order
+  std::vector<Placed> tensors;              // in disk order
   int64_t directory_offset = 0, directory_bytes = 0;
   int64_t file_bytes() const { return directory_offset + directory_bytes; }
 };
 
-std::string encode_directory(const PackPlan& plan, const Layout& layout, const std::vector<uint64_t>& tensor_checksums) {
+std::string encode_directory(const PackPlan& plan, const Layout& layout,
+                             const std::vector<uint64_t>& tensor_checksums) {
   std::string out;
   put<uint32_t>(out, static_cast<uint32_t>(layout.extents.size()));
   put<uint32_t>(out, static_cast<uint32_t>(plan.files.size()));
@@ -187,8 +188,8 @@ Result<Layout> lay_out(const PackPlan& plan) {
     layout.extents.push_back(std::move(e));
   }
   layout.directory_offset = at;
-  layout.directory_bytes = static_cast<int64_t>(
-      encode_directory(plan, layout, std::vector<uint64_t>(layout.tensors.size())).size());
+  layout.directory_bytes =
+      static_cast<int64_t>(encode_directory(plan, layout, std::vector<uint64_t>(layout.tensors.size())).size());
   if (layout.directory_bytes > packed::kMaxDirectoryBytes) return invalid("too many tensors for a packed file");
   return layout;
 }
@@ -340,9 +341,10 @@ class Writer {
     const stdfs::space_info space = stdfs::space(folder, ec);
     const int64_t needed = layout_.file_bytes() - there;
     if (!ec && needed > 0 && space.available < static_cast<uintmax_t>(needed)) {
-      return io_error(fmt::format("{}: the packed file needs {} bytes of disk{}, {} are free: free some or choose "
-                                  "another folder",
-                                  plan_.out, needed, there > 0 ? " more" : "", space.available));
+      return io_error(
+          fmt::format("{}: the packed file needs {} bytes of disk{}, {} are free: free some or choose "
+                      "another folder",
+                      plan_.out, needed, there > 0 ? " more" : "", space.available));
     }
     return {};
   }

@@ -45,8 +45,8 @@ struct Shard {
   int64_t bytes = 0;
 };
 
-// A piece of a packed file (storage/packed_file.h) that is read and checked as a whole. Offset and bytes are multiples of
-// 4096; the tensors start at multiples of 64 inside it; everything between them is zero.
+// A piece of a packed file (storage/packed_file.h) that is read and checked as a whole. Offset and bytes are multiples
+// of 4096; the tensors start at multiples of 64 inside it; everything between them is zero.
 enum class ExtentKind : uint8_t {
   kFile = 0,    // a small file of the checkpoint folder
   kExpert = 1,  // one routed expert
@@ -73,9 +73,9 @@ struct EmbeddedFile {
 };
 
 // All tensors of a folder (model.safetensors.index.json + shards, or without an index every *.safetensors in it), of
-// one file or of a packed file. Headers only; the files are closed again. Where several shards hold a tensor of the same name the index
-// decides; without an index that is an error. Tensors the index does not mention are listed too, so that nothing is
-// dropped unseen.
+// one file or of a packed file. Headers only; the files are closed again. Where several shards hold a tensor of the
+// same name the index decides; without an index that is an error. Tensors the index does not mention are listed too, so
+// that nothing is dropped unseen.
 struct Checkpoint {
   std::string path;
   std::vector<Shard> shards;

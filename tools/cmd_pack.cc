@@ -40,8 +40,9 @@ int verify(const PackFlags& flags, const Globals& globals) {
   if (bar) bar->finish();
   if (!stats.ok()) return report(stats.status());
   if (globals.json) {
-    const Json out = {{"path", flags.verify},        {"bytes", stats->bytes},     {"experts", stats->experts},
-                      {"extents", stats->extents},   {"seconds", stats->seconds}, {"gb_s", rate(stats->bytes, stats->seconds)},
+    const Json out = {{"path", flags.verify},      {"bytes", stats->bytes},
+                      {"experts", stats->experts}, {"extents", stats->extents},
+                      {"seconds", stats->seconds}, {"gb_s", rate(stats->bytes, stats->seconds)},
                       {"undamaged", true}};
     std::fprintf(stdout, "%s\n", out.dump(2).c_str());
   } else {
