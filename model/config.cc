@@ -12,6 +12,8 @@
 #include <optional>
 #include <utility>
 
+#include "storage/packed_file.h"
+
 namespace firn::model {
 namespace {
 
@@ -718,6 +720,14 @@ Result<ModelConfig> ModelConfig::parse(std::string_view config_json, std::string
 Result<ModelConfig> ModelConfig::open(storage::FileSystem& fs, const std::string& path) {
   namespace stdfs = std::filesystem;
   std::error_code ec;
+  FIRN_ASSIGN(const bool packed, storage::is_packed_file(fs, path));
+  if (packed) {
+    FIRN_ASSIGN(const std::string text, storage::read_model_file(fs, path, "config.json", kMaxConfigBytes));
+    auto defaults = storage::read_model_file(fs, path, "generation_config.json", kMaxConfigBytes);
+    if (!defaults.ok() && defaults.status().code() != Code::kNotFound) return defaults.status();
+    auto parsed = parse(text, defaults.ok() ? *defaults : std::string());
+    return parsed.ok() ? std::move(parsed) : parsed.status().with_context(path);
+  }
   const bool is_folder = stdfs::is_directory(path, ec);
   const stdfs::path config_path = is_folder ? stdfs::path(path) / "config.json" : stdfs::path(path);
   if (!stdfs::exists(config_path, ec)) {

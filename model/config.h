@@ -70,7 +70,8 @@ struct ModelConfig {
 
   // The fuzzed entry point. `generation` is generation_config.json's text or empty.
   static Result<ModelConfig> parse(std::string_view config_json, std::string_view generation_json = {});
-  // Reads DIR/config.json and DIR/generation_config.json; `path` may also be a config.json.
+  // Reads DIR/config.json and DIR/generation_config.json; `path` may also be a config.json or a
+  // packed file.
   static Result<ModelConfig> open(storage::FileSystem& fs, const std::string& path);
 };
 

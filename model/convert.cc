@@ -19,7 +19,7 @@ namespace firn::model {
 namespace {
 
 using storage::TensorInfo;
-using Files = std::vector<std::unique_ptr<storage::File>>;
+using Files = SourceFiles;
 
 // Rows of one stored tensor.
 Status read_rows(const Files& files, const TensorInfo& t, int64_t begin, int64_t n, std::vector<uint8_t>& out) {
@@ -112,7 +112,9 @@ class Conversion {
   mutable float tensor_scale_ = 1.0f;
 };
 
-void add_copy(const Files& files, const TensorInfo* t, std::vector<PlannedTensor>& out) {
+}  // namespace
+
+void add_copy(const SourceFiles& files, const TensorInfo* t, std::vector<PlannedTensor>& out) {
   if (t == nullptr) return;
   out.push_back({t->name, t->dtype, t->shape, [&files, t](int64_t begin, int64_t n, uint8_t* dst) -> Status {
                    std::vector<uint8_t> rows;
@@ -122,7 +124,13 @@ void add_copy(const Files& files, const TensorInfo* t, std::vector<PlannedTensor
                  }});
 }
 
-void add_converted(const Files& files, const FoundSlot& found, WeightFormat target, std::vector<PlannedTensor>& out) {
+Status add_converted(const SourceFiles& files, const FoundSlot& found, WeightFormat target,
+                     std::vector<PlannedTensor>& out) {
+  const int64_t group = weight_scale_group(target);
+  if (group > 0 && found.slot->shape[1] % group != 0) {
+    return unsupported(fmt::format("{}: input width {} is no multiple of {}, which {} needs", found.data->name,
+                                   found.slot->shape[1], group, weight_format_name(target)));
+  }
   auto conversion = std::make_shared<Conversion>(files, found, target);
   std::vector<PlannedTensor> tensors = stored_tensors(*found.slot, target);
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -145,19 +153,23 @@ void add_converted(const Files& files, const FoundSlot& found, WeightFormat targ
     }
     out.push_back(std::move(tensors[i]));
   }
+  return {};
 }
 
-}  // namespace
+Result<SourceFiles> open_shards(storage::FileSystem& fs, const storage::Checkpoint& checkpoint) {
+  SourceFiles files;
+  for (const storage::Shard& shard : checkpoint.shards) {
+    FIRN_ASSIGN(auto file, fs.open(shard.path, storage::OpenMode::kRead));
+    files.push_back(std::move(file));
+  }
+  return files;
+}
 
 Status convert_checkpoint(storage::FileSystem& fs, const std::string& source, const std::string& out,
                           CheckpointFormat format, int64_t shard_bytes) {
   FIRN_ASSIGN(const Survey survey, Survey::open(fs, source));
   FIRN_TRY(survey.loadable());
-  Files files;
-  for (const storage::Shard& shard : survey.checkpoint.shards) {
-    FIRN_ASSIGN(auto file, fs.open(shard.path, storage::OpenMode::kRead));
-    files.push_back(std::move(file));
-  }
+  FIRN_ASSIGN(const SourceFiles files, open_shards(fs, survey.checkpoint));
   CheckpointPlan plan;
   plan.out = out;
   plan.shard_bytes = shard_bytes;
@@ -168,12 +180,7 @@ Status convert_checkpoint(storage::FileSystem& fs, const std::string& source, co
     if (target == found.format) {
       for (const TensorInfo* t : {found.data, found.scales, found.scalar}) add_copy(files, t, plan.tensors);
     } else {
-      const int64_t group = weight_scale_group(target);
-      if (group > 0 && found.slot->shape[1] % group != 0) {
-        return unsupported(fmt::format("{}: input width {} is no multiple of {}, which {} needs", found.data->name,
-                                       found.slot->shape[1], group, weight_format_name(target)));
-      }
-      add_converted(files, found, target, plan.tensors);
+      FIRN_TRY(add_converted(files, found, target, plan.tensors));
     }
   }
   FIRN_ASSIGN(const std::string config,

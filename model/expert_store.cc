@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 
 #include "model/weight_codes.h"
 #include "storage/loader.h"
@@ -58,6 +59,8 @@ Status ExpertStore::lay_out() {
     if (found.data == nullptr) return corrupt("an expert's weights are missing; see firn inspect");
     all_[static_cast<size_t>(found.slot->layer * experts_ + found.slot->expert)].parts[part].slot = &found;
   }
+  std::map<std::pair<int32_t, int64_t>, const storage::Extent*> extents;  // by shard and offset
+  for (const storage::Extent& extent : survey_.checkpoint.extents) extents[{0, extent.offset}] = &extent;
   for (Expert& e : all_) {
     if (e.parts[0].slot == nullptr) continue;
     int64_t at = 0;

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "model/extent_checks.h"
 #include "model/weight_codes.h"
 #include "model/weights.h"
 #include "runtime/thread_team.h"
@@ -74,7 +75,12 @@ Status check_all_codes(const std::vector<Placed>& placed, int n_threads, const s
 class Loader {
  public:
   Loader(storage::FileSystem& fs, const Survey& survey, Arena& arena, const LoadOptions& options)
-      : fs_(fs), survey_(survey), arena_(arena), options_(options), config_(survey.config) {}
+      : fs_(fs),
+        survey_(survey),
+        arena_(arena),
+        options_(options),
+        config_(survey.config),
+        extents_(survey.checkpoint) {}
 
   Result<Weights> run(double* seconds) {
     FIRN_TRY(survey_.loadable());
@@ -100,6 +106,7 @@ class Loader {
  private:
   Status read_and_check(double* seconds) {
     const auto start = std::chrono::steady_clock::now();
+    extents_.place_rest(&ranges_);
     std::sort(ranges_.begin(), ranges_.end(), [](const storage::LoadRange& a, const storage::LoadRange& b) {
       return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
     });
@@ -130,8 +137,10 @@ class Loader {
       if (!stats.ok()) return stats.status();
       FIRN_TRY(checked);
       done += bytes;
-      checking = std::async(std::launch::async, [batch = std::move(batch), threads, this] {
+      const int64_t read_to = next < ranges_.size() ? ranges_[next].offset : INT64_MAX;
+      checking = std::async(std::launch::async, [batch = std::move(batch), threads, read_to, this] {
         unpin_this_thread();
+        FIRN_TRY(extents_.check_read(fs_, read_to, threads, options_.cancel));
         return check_all_codes(batch, threads, options_.cancel);
       });
     }
@@ -175,6 +184,7 @@ class Loader {
   void range(const FoundSlot& f, const TensorInfo& t, uint8_t* dst, bool checked) {
     if (t.bytes == 0) return;
     ranges_.push_back({t.shard, t.file_offset, t.bytes, dst});
+    extents_.placed(t, dst);
     if (checked) placed_.push_back({&f, dst, &t == f.scales});
   }
 
@@ -238,6 +248,7 @@ class Loader {
       for (const FoundSlot* f : unit.slots) {
         if (f->scalar == nullptr) continue;
         ranges_.push_back({f->scalar->shard, f->scalar->file_offset, f->scalar->bytes, next});
+        extents_.placed(*f->scalar, next);
         places_[f].scalar = next++;
       }
     }
@@ -413,6 +424,7 @@ class Loader {
   Arena& arena_;
   const LoadOptions& options_;
   const ModelConfig& config_;
+  ExtentChecks extents_;
   std::vector<Unit> units_;
   std::unordered_map<const FoundSlot*, Place> places_;
   std::unordered_map<int32_t, std::vector<Maximum>> maxima_;

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "model/weights.h"
+#include "storage/packed_file.h"
 
 namespace firn::model {
 namespace {
@@ -467,8 +468,9 @@ Result<Survey> Survey::open(storage::FileSystem& fs, const std::string& path) {
   Survey survey;
   FIRN_ASSIGN(survey.config, ModelConfig::open(fs, path));
   std::error_code ec;
-  const bool is_folder = std::filesystem::is_directory(path, ec);
-  const std::string folder = is_folder ? path : std::filesystem::path(path).parent_path().string();
+  FIRN_ASSIGN(const bool packed, storage::is_packed_file(fs, path));
+  const bool whole = packed || std::filesystem::is_directory(path, ec);
+  const std::string folder = whole ? path : std::filesystem::path(path).parent_path().string();
   FIRN_ASSIGN(survey.checkpoint, storage::Checkpoint::open(fs, folder.empty() ? "." : folder));
   survey.slots = enumerate_slots(survey.config);
   Matcher(survey).run();

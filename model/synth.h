@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -52,6 +53,16 @@ WeightFormat stored_format(const Slot& slot, CheckpointFormat format);
 
 // The tensors a slot becomes, in file order, without content: the data first, then scales, scalar, input_scale.
 std::vector<PlannedTensor> stored_tensors(const Slot& slot, WeightFormat format);
+
+// The shards of a checkpoint, open for reading, in its order.
+using SourceFiles = std::vector<std::unique_ptr<storage::File>>;
+Result<SourceFiles> open_shards(storage::FileSystem& fs, const storage::Checkpoint& checkpoint);
+
+// Append a tensor as it is stored (nothing for nullptr), and a matrix as the tensors it becomes in another format. What
+// they are given must outlive the tensors.
+void add_copy(const SourceFiles& files, const storage::TensorInfo* t, std::vector<PlannedTensor>& out);
+Status add_converted(const SourceFiles& files, const FoundSlot& found, WeightFormat target,
+                     std::vector<PlannedTensor>& out);
 
 // config.json's text with the number of layers and experts changed (0: kept) and quantization_config set for the
 // format.

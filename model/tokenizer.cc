@@ -14,6 +14,7 @@
 #include "model/split_pattern.h"
 #include "model/tokenizer_json.h"
 #include "model/utf8.h"
+#include "storage/packed_file.h"
 
 namespace firn::model {
 namespace {
@@ -114,7 +115,7 @@ Result<Tokenizer> Tokenizer::parse(std::string_view tokenizer_json, const std::s
 
 Result<Tokenizer> Tokenizer::open(storage::FileSystem& fs, const std::string& dir) {
   const std::string path = dir + "/tokenizer.json";
-  auto json = storage::read_text_file(fs, path, kMostFileBytes);
+  auto json = storage::read_model_file(fs, dir, "tokenizer.json", kMostFileBytes);
   if (!json.ok()) {
     if (json.status().code() != Code::kNotFound) return json.status();
     return not_found(fmt::format("{}; a checkpoint needs this file, copy it from where the checkpoint came from",

@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "storage/packed_file.h"
 #include "storage/safetensors.h"
 #include "storage/text.h"
 
@@ -312,6 +313,8 @@ Result<Checkpoint> Checkpoint::open(FileSystem& fs, const std::string& path) {
     const std::string folder = stdfs::path(trimmed).parent_path().string();
     return open_index(fs, path, folder.empty() ? "." : folder, trimmed);
   }
+  FIRN_ASSIGN(const bool packed, is_packed_file(fs, trimmed));
+  if (packed) return open_packed_file(fs, trimmed);
   return open_shards(fs, path, {trimmed});
 }
 

@@ -45,14 +45,51 @@ struct Shard {
   int64_t bytes = 0;
 };
 
-// All tensors of a folder (model.safetensors.index.json + shards, or without an index every *.safetensors in it) or of
-// one file. Headers only; the files are closed again. Where several shards hold a tensor of the same name the index
-// decides; without an index that is an error. Tensors the index does not mention are listed too, so that nothing is
-// dropped unseen.
+// A piece of a packed file (storage/packed_file.h) that is read and checked as a whole. Offset and bytes are multiples
+// of 4096; the tensors start at multiples of 64 inside it; everything between them is zero.
+enum class ExtentKind : uint8_t {
+  kFile = 0,    // a small file of the checkpoint folder
+  kExpert = 1,  // one routed expert
+  kLayer = 2,   // what else a layer has
+  kGlobal = 3,  // embeddings, output head, final norm
+  kVision = 4,
+  kOther = 5,  // tensors nobody asked for
+};
+struct Extent {
+  ExtentKind kind = ExtentKind::kOther;
+  int32_t layer = -1;
+  int32_t expert = -1;
+  int64_t offset = 0;
+  int64_t bytes = 0;
+  uint64_t checksum = 0;         // XXH3-64 of all its bytes
+  std::vector<int32_t> tensors;  // indices into Checkpoint::tensors, in the order they lie
+
+  std::string what() const;  // "expert 3 of layer 7"
+};
+struct EmbeddedFile {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+  int32_t extent = 0;  // index into Checkpoint::extents
+};
+
+// All tensors of a folder (model.safetensors.index.json + shards, or without an index every *.safetensors in it), of
+// one file or of a packed file. Headers only; the files are closed again. Where several shards hold a tensor of the
+// same name the index decides; without an index that is an error. Tensors the index does not mention are listed too, so
+// that nothing is dropped unseen.
 struct Checkpoint {
   std::string path;
   std::vector<Shard> shards;
   std::vector<TensorInfo> tensors;  // sorted by name
+
+  // Of a packed file only; empty otherwise.
+  std::vector<Extent> extents;                // in file order, without gaps
+  std::map<std::string, EmbeddedFile> files;  // config.json, tokenizer.json, ...; storage::read_model_file reads them
+  std::vector<uint64_t> tensor_checksums;     // XXH3-64, in the order of `tensors`
+  std::string model_hash;                     // 32 hex digits over config and every tensor's content
+  std::string identity;                       // what storage::model_identity gives
+  std::string experts;                        // "keep", or the format routed experts were converted to
+  bool packed() const { return !extents.empty(); }
+
   const TensorInfo* find(std::string_view name) const;
 
   // Errors: a shard the index names is missing; a tensor the index places in a shard is not there (named); a shard

@@ -44,6 +44,7 @@ Runner add_tokenize(CLI::App& app, const Globals& globals);
 Runner add_render(CLI::App& app, const Globals& globals);
 Runner add_session(CLI::App& app, const Globals& globals);
 Runner add_synth(CLI::App& app, const Globals& globals);
+Runner add_pack(CLI::App& app, const Globals& globals);
 Runner add_doctor(CLI::App& app, const Globals& globals);
 Runner add_bench(CLI::App& app, const Globals& globals);
 

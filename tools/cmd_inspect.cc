@@ -1,4 +1,4 @@
-// `firn inspect DIR`: what a checkpoint holds and would need, from its headers alone.
+// `firn inspect DIR or FILE`: what a checkpoint or packed file holds and would need, from its headers alone.
 //
 // Exit 0 when firn could load it, 1 when not (everything that stands in the way is named), 2 for wrong use.
 #include <fmt/format.h>
@@ -86,6 +86,12 @@ Json as_json(const Survey& survey, bool loadable) {
   out["tensors"] = survey.checkpoint.tensors.size();
   out["shards"] = survey.checkpoint.shards.size();
   out["loadable"] = loadable;
+  if (survey.checkpoint.packed()) {
+    out["packed"] = {{"extents", survey.checkpoint.extents.size()},
+                     {"experts_option", survey.checkpoint.experts},
+                     {"model_hash", survey.checkpoint.model_hash},
+                     {"identity", survey.checkpoint.identity}};
+  }
   out["vision"] = survey.has_vision ? "complete" : survey.vision_absent ? "absent" : "incomplete";
   Json& memory = out["memory"] = Json::array();
   for (const Need& need : needs(survey)) {
@@ -144,6 +150,11 @@ void print_text(const Survey& survey, const Status& loadable) {
              : survey.vision_absent ? "absent"
                                     : "incomplete");
 
+  if (survey.checkpoint.packed()) {
+    fmt::print("packed file, {} extents, experts {}, model hash {}\n", survey.checkpoint.extents.size(),
+               survey.checkpoint.experts, survey.checkpoint.model_hash);
+  }
+
   fmt::print("\nMemory with every weight and all of K, V and index keys near (bf16; {} + {} bytes a token):\n",
              format_count(survey.config.kv_bytes_per_token(DType::kBf16)),
              format_count(survey.config.index_bytes_per_token(DType::kBf16)));
@@ -181,7 +192,7 @@ int inspect(const std::string& path, const Globals& globals) {
 
 Runner add_inspect(CLI::App& app, const Globals& globals) {
   auto path = std::make_shared<std::string>();
-  app.add_option("DIR", *path, "checkpoint folder (config.json and safetensors files)")->required();
+  app.add_option("DIR", *path, "checkpoint folder (config.json and safetensors files), or packed file")->required();
   return [path, &globals] { return inspect(*path, globals); };
 }
 

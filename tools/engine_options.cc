@@ -30,7 +30,7 @@ CLI::Option* typed(CLI::Option* option, const char* name, const char* group = nu
 }  // namespace
 
 void add_engine_flags(CLI::App& app, EngineFlags* f) {
-  typed(app.add_option("--model", f->model, "checkpoint folder"), "DIR (needed)")->required();
+  typed(app.add_option("--model", f->model, "checkpoint folder or packed file"), "DIR (needed)")->required();
   typed(app.add_option("--device", f->device, "cpu or cuda:N; default: auto (this version computes on the CPU)"),
         "NAME");
   typed(app.add_option("--threads", f->threads, "worker threads; default: the physical cores allowed to us"), "N")

@@ -62,6 +62,8 @@ const Command kCommands[] = {
      "Makes a checkpoint of any size with seeded random weights.", add_synth},
     {"session", "firn session info DIR", "Looks after sessions on disk; makes one of any length for measurements.",
      add_session},
+    {"pack", "firn pack DIR --out model.firn",
+     "Puts a checkpoint into one file, one aligned and checksummed extent an expert; checks such files.", add_pack},
     {"doctor", "firn doctor", "Says what this machine gives, what is missing, what that costs and how to fix it.",
      add_doctor},
     {"bench", "firn bench moe --tokens 1,32", "Measures kernels beside the limits of this machine.", add_bench},
