@@ -60,10 +60,10 @@ class FileSystem {
   virtual Status make_folder(const std::string& path);
   virtual Result<std::vector<std::string>> list_folder(const std::string& path);
   virtual Status remove_file(const std::string& path);
-  virtual Status remove_folder(const std::string& path);  // must be empty
-  virtual Status sync_folder(const std::string& path);    // makes new and removed names durable
+  virtual Status remove_folder(const std::string& path);        // must be empty
+  virtual Status sync_folder(const std::string& path);          // makes new and removed names durable
   virtual Result<int64_t> free_bytes(const std::string& path);  // for us on the file system of an existing path
-  static FileSystem& real();  // stateless
+  static FileSystem& real();                                    // stateless
 };
 
 // The whole of a regular file (at most max_bytes, so that a mistaken path cannot fill memory).
