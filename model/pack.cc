@@ -19,6 +19,9 @@ using storage::ExtentKind;
 using storage::PackExtent;
 using storage::TensorInfo;
 
+// Embeddings and head from here on are extents of their own, so that they are read and checked side by side.
+constexpr int64_t kLargeGlobal = int64_t{64} << 20;
+
 std::string stem_of(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
 // What the expert's matrices are stored as when `format` is asked for.
@@ -45,6 +48,7 @@ class Planner {
     collect();
     FIRN_TRY(add_experts());
     add_leftovers();
+    for (PackExtent& extent : large_) append(extent, plan);
     append(global_, plan);
     for (auto& [layer, extent] : layers_) {
       append(extent, plan);
@@ -104,7 +108,11 @@ class Planner {
         parts_[{slot.layer, slot.expert}].push_back(&found);
         continue;
       }
-      PackExtent& extent = slot.role == Role::kVision ? vision_ : slot.layer < 0 ? global_ : layer_extent(slot.layer);
+      PackExtent& extent = slot.role == Role::kVision ? vision_
+                           : slot.layer >= 0          ? layer_extent(slot.layer)
+                           : found.bytes >= kLargeGlobal
+                               ? large_.emplace_back(PackExtent{ExtentKind::kGlobal, -1, -1, {}})
+                               : global_;
       for (const TensorInfo* t : {found.data, found.scales, found.scalar}) keep(t, extent);
       if (weight_scale_group(found.format) > 0) formats_.insert(found.format);
     }
@@ -168,6 +176,7 @@ class Planner {
   std::set<WeightFormat> formats_;  // of quantised matrices, after conversion
   bool converted_ = false;
   PackExtent global_, vision_, other_;
+  std::vector<PackExtent> large_;  // embeddings and output head, when they are large
   std::map<int32_t, PackExtent> layers_;
   std::map<std::pair<int32_t, int32_t>, std::vector<const FoundSlot*>> parts_;
   std::multimap<int32_t, PackExtent> experts_;  // by layer, in order of their ids

@@ -3,7 +3,7 @@
 //
 // An expert's extent holds, in this order, what a slot in memory holds: gate, its scales, up, its scales, down, its
 // scales; behind them the scalars (weight_scale_2 and the like). Everything else of a layer is one extent, and so are
-// embeddings with head and final norm, vision, and tensors nobody asked for. Small files of the folder are embedded.
+// embeddings with head and final norm (several when large), vision, and tensors nobody asked for. Small files of the folder are embedded.
 #pragma once
 
 #include <atomic>

@@ -3,8 +3,8 @@
 //
 // On disk, in this order, so that a stop at any point leaves something to go on from: extents, sync, progress record
 // (atomically replaced); and at the end: last extents, directory, sync, header, sync, rename, record removed.
-// Concurrency: `next_` and `stop_` are atomics; results of extents, the prefix that is done and the record are under
-// `mutex_`, which is held over the sync: the others find it at the end of their extents.
+// Concurrency: `next_` and `stop_` are atomics; results of extents and the record are under `mutex_`, which is held
+// over the sync: the others find it at the end of their extents.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
@@ -317,8 +317,12 @@ class Writer {
     FIRN_TRY(read_record());
     FIRN_ASSIGN(file_, fs_.open(partial_, OpenMode::kUpdate));
     FIRN_ASSIGN(const int64_t bytes, file_->size());
-    if (prefix_ > 0 && bytes < layout_.extents[prefix_ - 1].offset + layout_.extents[prefix_ - 1].bytes) prefix_ = 0;
-    if (prefix_ == 0) {
+    for (size_t i = 0; i < finished_.size(); ++i) {
+      const Extent& e = layout_.extents[i];
+      if (finished_[i] && bytes < e.offset + e.bytes) std::fill(finished_.begin(), finished_.end(), false);
+    }
+    n_finished_ = static_cast<size_t>(std::count(finished_.begin(), finished_.end(), true));
+    if (n_finished_ == 0) {
       // A record that was not believed must not be believed later, when the file has grown again.
       if (stdfs::exists(record_path_, ec)) {
         remove_quietly(record_path_);
@@ -326,10 +330,14 @@ class Writer {
       }
       FIRN_TRY(file_->resize(0));
     }
-    std::fill(finished_.begin(), finished_.begin() + static_cast<int64_t>(prefix_), true);
-    recorded_ = prefix_;
-    next_ = prefix_;
-    for (size_t i = 0; i < prefix_; ++i) done_bytes_ += layout_.extents[i].bytes;
+    recorded_ = n_finished_;
+    for (size_t i = 0; i < finished_.size(); ++i) {
+      if (finished_[i]) {
+        done_bytes_ += layout_.extents[i].bytes;
+      } else {
+        todo_.push_back(i);
+      }
+    }
     written_bytes_ = done_bytes_;
     return {};
   }
@@ -349,15 +357,20 @@ class Writer {
     return {};
   }
 
-  // The record: magic, plan hash, extents done, their checksums, their tensors' checksums, XXH3-64 of all that.
+  // The record: magic, plan hash, number of extents; for each, whether it is done, its checksum and its tensors'
+  // checksums (zeros while it is not); XXH3-64 of all that.
   std::string encode_record() const {
     std::string out(kRecordMagic);
     put(out, plan_hash_.low64);
     put(out, plan_hash_.high64);
-    put<uint64_t>(out, prefix_);
-    for (size_t i = 0; i < prefix_; ++i) {
-      put(out, layout_.extents[i].checksum);
-      for (const int32_t t : layout_.extents[i].tensors) put(out, tensor_checksums_[static_cast<size_t>(t)]);
+    put<uint64_t>(out, finished_.size());
+    for (size_t i = 0; i < finished_.size(); ++i) {
+      const bool done = finished_[i];
+      put<uint64_t>(out, done ? 1 : 0);
+      put<uint64_t>(out, done ? layout_.extents[i].checksum : 0);
+      for (const int32_t t : layout_.extents[i].tensors) {
+        put<uint64_t>(out, done ? tensor_checksums_[static_cast<size_t>(t)] : 0);
+      }
     }
     put(out, packed::hash64(out));
     return out;
@@ -382,34 +395,35 @@ class Writer {
                       "and {} to start anew",
                       partial_, partial_, record_path_));
     }
-    const uint64_t done = number(24);
-    size_t numbers = 0;
-    for (size_t i = 0; i < std::min<uint64_t>(done, layout_.extents.size()); ++i) {
-      numbers += 1 + layout_.extents[i].tensors.size();
+    if (number(24) != finished_.size() ||
+        text.size() != kFixed + 8 * (2 * finished_.size() + layout_.tensors.size()) + 8) {
+      return {};
     }
-    if (done > layout_.extents.size() || text.size() != kFixed + 8 * numbers + 8) return {};
     size_t at = kFixed;
-    for (size_t i = 0; i < done; ++i, at += 8) {
-      layout_.extents[i].checksum = number(at);
-      for (const int32_t t : layout_.extents[i].tensors) tensor_checksums_[static_cast<size_t>(t)] = number(at += 8);
+    for (size_t i = 0; i < finished_.size(); ++i, at += 16) {
+      finished_[i] = number(at) == 1;
+      layout_.extents[i].checksum = number(at + 8);
+      for (const int32_t t : layout_.extents[i].tensors) {
+        tensor_checksums_[static_cast<size_t>(t)] = number(at + 16);
+        at += 8;
+      }
     }
-    prefix_ = static_cast<size_t>(done);
     return {};
   }
 
   // REQUIRES mutex_ (or no other thread).
   Status write_record() {
-    if (prefix_ == recorded_) return {};
+    if (n_finished_ == recorded_) return {};
     FIRN_TRY(file_->sync());
     const std::string record = encode_record();
     FIRN_TRY(write_file_atomically(fs_, record_path_, std::as_bytes(std::span(record))));
-    recorded_ = prefix_;
+    recorded_ = n_finished_;
     unrecorded_bytes_ = 0;
     return {};
   }
 
   Status write_extents() {
-    const auto left = static_cast<int64_t>(layout_.extents.size() - prefix_);
+    const auto left = static_cast<int64_t>(todo_.size());
     std::vector<std::thread> threads;
     for (int64_t t = 1; t < std::min<int64_t>(plan_.n_threads, left); ++t) {
       try {
@@ -435,8 +449,9 @@ class Writer {
     Stage stage(*file_, buffer.get());
     std::vector<uint8_t> row;
     while (!stop_.load()) {
-      const size_t i = next_.fetch_add(1);
-      if (i >= layout_.extents.size()) return;
+      const size_t next = next_.fetch_add(1);
+      if (next >= todo_.size()) return;
+      const size_t i = todo_[next];
       Status status = write_extent(i, stage, row);
       if (status.ok()) status = extent_done(i, stage.checksum());
       if (!status.ok()) return fail(std::move(status));
@@ -453,8 +468,8 @@ class Writer {
     const std::lock_guard lock(mutex_);
     layout_.extents[i].checksum = checksum;
     finished_[i] = true;
+    ++n_finished_;
     unrecorded_bytes_ += layout_.extents[i].bytes;
-    while (prefix_ < finished_.size() && finished_[prefix_]) ++prefix_;
     return unrecorded_bytes_ >= plan_.record_bytes ? write_record() : Status();
   }
 
@@ -555,14 +570,15 @@ class Writer {
   XXH128_hash_t plan_hash_{}, model_hash_{};
   Lock lock_;
   std::unique_ptr<File> file_;
-  int64_t done_bytes_ = 0;  // of earlier runs
+  int64_t done_bytes_ = 0;    // of earlier runs
+  std::vector<size_t> todo_;  // extents to write
   bool committed_ = false;
   std::atomic<size_t> next_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;            // guards the block below and the checksums of extents
   std::vector<bool> finished_;  // by extent
-  size_t prefix_ = 0;           // extents done without a gap
-  size_t recorded_ = 0;         // of these, in the record on disk
+  size_t n_finished_ = 0;
+  size_t recorded_ = 0;  // of these, in the record on disk
   int64_t unrecorded_bytes_ = 0;
   Status error_;
   std::vector<uint64_t> tensor_checksums_;  // each written by the thread that has its extent
