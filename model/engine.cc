@@ -20,9 +20,6 @@ Engine::~Engine() = default;
 
 namespace {
 
-// Under prefetching, for what a guess costs nothing to be wrong about.
-constexpr int64_t kLeastNearBlocks = 8;  // beyond what one token may choose
-
 int64_t routed_expert_bytes(const Survey& survey) { return survey.groups[static_cast<size_t>(Group::kExperts)].bytes; }
 
 }  // namespace
@@ -139,7 +136,7 @@ Status Engine::choose(int64_t prompt_tokens, int64_t context) const {
   const int64_t slot = c.n_moe() > 0 ? ExpertStore::slot_bytes(survey_) : 0;
   const int64_t all_experts = ExpertStore::n_experts(survey_), experts_bytes = routed_expert_bytes(survey_);
   const int64_t far_bytes = KvCache::far_bytes_for(c, layout, context);
-  const int64_t least_near = (c.index_heads * c.topk_blocks + kLeastNearBlocks) * layout.kv_block_bytes();
+  const int64_t least_near = KvCache::least_near_bytes(c, layout);
   const bool can_cache = all_experts > 2 && slot > 0;
   Placement p;
   if (options_.expert_ram_bytes >= 0 && options_.expert_ram_bytes < experts_bytes && can_cache) {

@@ -55,8 +55,10 @@ struct EngineOptions {
   bool prefetch_experts = true, prefetch_kv = true;
   bool always_guess = false;  // also where it does not pay
   bool io_uring = true;
-  bool sessions = false;               // a session on disk will be opened
-  std::optional<bool> hidden_on_disk;  // for tests: instead of choosing by memory
+  bool sessions = false;                  // a session on disk will be opened
+  std::vector<std::string> session_dirs;  // further drives for new sessions
+  int64_t session_disk_bytes = -1;        // most that a session may take on disk; < 0: no limit
+  std::optional<bool> hidden_on_disk;     // for tests: instead of choosing by memory
   int load_readers = 4;
   bool load_direct = true;
   std::function<void(int64_t done, int64_t total)> load_progress;
@@ -249,6 +251,7 @@ class Session {
   Parked parked_;
   int64_t tokens_logged_ = 0;  // tokens_ before this are in the log
   int64_t hidden_bytes_ = 0;
+  int64_t resumed_from_ = 0;  // layer that the running wave went on at; 0: it was begun here
   bool must_commit_ = false;  // the journal cannot tell what was cut back
   bool replaying_ = false;    // what is fed is in the journal already
 };

@@ -179,6 +179,7 @@ class Forward {
   Status pin_far(const Chunk& chunk, Far* far);
   Status attend(const Chunk& chunk, const AttentionParams& attention, Far* far);
   void guess_blocks(const Chunk& chunk);
+  IndexSelectParams choice(const MatrixView& q, std::span<const KvSpan> spans, const KvLayout& layout) const;
   Status capture_mass(const AttentionParams& attention, int64_t rows_after);
   Status experts_step(const ExpertGroup& group);
   Status compute_experts(const ExpertGroup& group, std::span<const int32_t> ids,

@@ -24,6 +24,20 @@ struct Forward::Far {
   int64_t begin = 0, end = 0;  // rows whose blocks are pinned
 };
 
+// Into block_ids_, as many rows as q has.
+IndexSelectParams Forward::choice(const MatrixView& q, std::span<const KvSpan> spans, const KvLayout& layout) const {
+  IndexSelectParams select;
+  select.q = q;
+  select.heads = config_.index_heads;
+  select.spans = spans;
+  select.layout = layout;
+  select.topk = config_.topk_blocks;
+  select.init_blocks = config_.init_blocks;
+  select.local_blocks = config_.local_blocks;
+  select.ids = view(block_ids_, DType::kI32, q.rows, config_.index_heads * config_.topk_blocks);
+  return select;
+}
+
 Status Forward::attention_step(const Chunk& chunk) {
   const ModelConfig& c = config_;
   const LayerWeights& w = weights_.layers[layer_];
@@ -54,16 +68,8 @@ Status Forward::attention_step(const Chunk& chunk) {
                                   {raw[1], 1, c.index_dim, w.index_k_norm, ik}};
     ops_->norm_rope({parts, spans, c.rotary_dim, c.rope_theta});
     ops_->index_append({ik, spans, layout});
-    ids = view(block_ids_, DType::kI32, n, c.index_heads * c.topk_blocks);
-    IndexSelectParams select;
-    select.q = iq;
-    select.heads = c.index_heads;
-    select.spans = spans;
-    select.layout = layout;
-    select.topk = c.topk_blocks;
-    select.init_blocks = c.init_blocks;
-    select.local_blocks = c.local_blocks;
-    select.ids = ids;
+    const IndexSelectParams select = choice(iq, spans, layout);
+    ids = select.ids;
     const Ticket chosen = ops_->index_select(select);
     if (wave_.spans[0].kv->may_be_far() && rows_ < KvCache::kManyRows) {
       far.emplace();
@@ -195,15 +201,7 @@ void Forward::guess_blocks(const Chunk& chunk) {
   ops_->linear({x, weights, raw});
   const NormRopePart parts[] = {{raw[0], c.index_heads, c.index_dim, w.index_q_norm, iq}};
   ops_->norm_rope({parts, spans, c.rotary_dim, c.rope_theta});
-  IndexSelectParams select;
-  select.q = iq;
-  select.heads = c.index_heads;
-  select.spans = spans;
-  select.layout = layout;
-  select.topk = c.topk_blocks;
-  select.init_blocks = c.init_blocks;
-  select.local_blocks = c.local_blocks;
-  select.ids = view(block_ids_, DType::kI32, n, c.index_heads * c.topk_blocks);
+  const IndexSelectParams select = choice(iq, spans, layout);
   if (!ops_->wait(ops_->index_select(select)).ok()) return;  // only a guess
   std::vector<int32_t> ids(static_cast<size_t>(n * c.index_heads * c.topk_blocks));
   if (!download(reinterpret_cast<std::byte*>(ids.data()), select.ids.data, static_cast<int64_t>(ids.size()) * 4).ok()) {

@@ -131,6 +131,11 @@ int64_t KvCache::far_bytes_for(const ModelConfig& config, const KvLayout& layout
   return tokens / layout.block_tokens * config.n_sparse() * layout.groups * layout.kv_block_bytes();
 }
 
+int64_t KvCache::least_near_bytes(const ModelConfig& config, const KvLayout& layout) {
+  constexpr int64_t kSpare = 8;
+  return (config.index_heads * config.topk_blocks + kSpare) * layout.kv_block_bytes();
+}
+
 int64_t KvCache::working_bytes(const ModelConfig& config, const KvLayout& layout, int64_t context, int64_t rows) {
   const int64_t block = layout.groups * layout.kv_block_bytes();
   const int64_t blocks = (context + layout.block_tokens - 1) / layout.block_tokens;

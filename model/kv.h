@@ -162,6 +162,8 @@ class KvCache {
   static int64_t bytes_for(const ModelConfig& config, const KvLayout& layout, int64_t tokens);
   // Of these, what may be far: K and V of sparse layers.
   static int64_t far_bytes_for(const ModelConfig& config, const KvLayout& layout, int64_t tokens);
+  // The smallest near cache: what one token may choose in a layer, and a few more.
+  static int64_t least_near_bytes(const ModelConfig& config, const KvLayout& layout);
   // What a limited tier needs near besides dense layers, index keys and its cache, for waves of `rows` rows: open
   // blocks, and one layer's K and V.
   static int64_t working_bytes(const ModelConfig& config, const KvLayout& layout, int64_t context, int64_t rows);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "model/engine.h"
+#include "model/session_files.h"
 
 namespace firn::model {
 
@@ -15,10 +16,6 @@ Session::Session(Engine* engine) : engine_(engine), kv_(&engine->kv_pools()) {}
 Session Engine::new_session() { return Session(this); }
 
 namespace {
-
-// Token ids a log entry holds.
-constexpr int64_t kIdsAtOnce = 4096;
-constexpr uint16_t kCommitted = 0, kPending = 1;  // "layer" of their keys
 
 nlohmann::json tiles_json(const std::vector<HiddenFile::Tile>& tiles) {
   auto list = nlohmann::json::array();
@@ -98,10 +95,10 @@ Status Session::begin_wave() {
   Wave wave;
   wave.spans.push_back(std::move(span));
   FIRN_TRY(plan_hidden(&wave));
-  const int64_t resumed = wave.hidden.start_layer;
+  resumed_from_ = wave.hidden.start_layer;
   FIRN_TRY(forward_->begin(std::move(wave)));
-  if (resumed == 0) return {};
-  const Status status = kv_.restore_wave(in_wave_, resumed);
+  if (resumed_from_ == 0) return {};
+  const Status status = kv_.restore_wave(in_wave_, resumed_from_);
   if (status.ok()) return {};
   forward_->abandon();
   if (status.code() != Code::kCorrupt) return status;
@@ -113,8 +110,8 @@ Status Session::step() {
   FIRN_CHECK(!idle(), "step() without begin()");
   const int64_t layers_before = forward_->layers_done();
   Status status = forward_->step();
-  if (status.code() == Code::kCorrupt && parked_.layers > 0 && layers_before == parked_.layers) {
-    // What an earlier process left cannot be gone on from: it is computed again.
+  if (status.code() == Code::kCorrupt && resumed_from_ > 0 && layers_before == resumed_from_) {
+    // What an earlier process left cannot be gone on from: it is computed again, once.
     forward_->abandon();
     parked_ = {};
     status = begin_wave();
@@ -131,7 +128,7 @@ Status Session::after_step(int64_t layers_before) {
     const bool durable = on_disk() && in_wave_ > kDurableRows;
     // Behind the last layer only the logits are left, and the commit of the whole wave.
     if (!durable || layers == layers_before || layers == 0 || layers == engine_->config().layers) return {};
-    if (parked_.ids.empty()) FIRN_TRY(log_tokens(kPending, pending_, 0));
+    if (parked_.ids.empty()) FIRN_TRY(log_tokens(kPromptTokens, pending_, 0));
     FIRN_TRY(kv_.log_open_block(layers - 1));
     parked_ = {pending_, in_wave_, layers, hidden_[layers % 2]->tiles()};
     return commit(layers);
@@ -170,22 +167,13 @@ void Session::drop_hidden() {
 }
 
 Status Session::log_tokens(uint16_t which, std::span<const int32_t> ids, int64_t from) {
-  std::vector<storage::LogEntry> entries;
-  for (int64_t at = from / kIdsAtOnce * kIdsAtOnce; at < static_cast<int64_t>(ids.size()); at += kIdsAtOnce) {
-    const auto part = ids.subspan(static_cast<size_t>(at),
-                                  static_cast<size_t>(std::min(kIdsAtOnce, static_cast<int64_t>(ids.size()) - at)));
-    entries.push_back(
-        {{storage::BlockKind::kTokens, which, 0, static_cast<uint32_t>(at / kIdsAtOnce)}, std::as_bytes(part)});
-  }
+  const auto entries = token_entries(which, ids, from);
   return entries.empty() ? Status() : kv_.log()->log->append(entries).status();
 }
 
 Status Session::commit(int64_t wave_layers) {
-  FIRN_TRY(log_tokens(kCommitted, tokens_, tokens_logged_));
-  nlohmann::json state{{"version", 1},
-                       {"tokens", length()},
-                       {"wave_option", engine_->options().wave_tokens},
-                       {"kernels", engine_->ops().name()}};
+  FIRN_TRY(log_tokens(kSessionTokens, tokens_, tokens_logged_));
+  nlohmann::json state = session_state(length(), engine_->options().wave_tokens, engine_->ops().name());
   if (wave_layers > 0) {
     state["prefill"] = {{"pending", pending_.size()},
                         {"in_wave", in_wave_},
@@ -208,7 +196,7 @@ Result<Session> Engine::open_session(const std::string& dir) {
   FIRN_CHECK(tier_ != nullptr, "EngineOptions::sessions is not set");
   storage::KvLogOptions log;
   log.identity = identity_;
-  log.disk_limit_bytes = options_.kv_disk_bytes;
+  log.disk_limit_bytes = options_.session_disk_bytes;
   log.compress = options_.kv_compress;
   log.element_bytes = static_cast<int>(dtype_bytes(options_.kv_dtype));
   std::string base = dir;
@@ -218,9 +206,8 @@ Result<Session> Engine::open_session(const std::string& dir) {
   if (!there.ok() && there.status().code() != Code::kNotFound) return there.status();
   const bool fresh = !there.ok() || storage::KvLog::unborn(*fs_, base);
   if (fresh) {
-    for (const std::string& more : options_.kv_dirs) {
-      const std::string name = more + "/" + base.substr(base.find_last_of('/') + 1) + ".part";
-      if (more != options_.kv_dirs.front()) log.more_dirs.push_back(name);
+    for (const std::string& more : options_.session_dirs) {
+      log.more_dirs.push_back(more + "/" + base.substr(base.find_last_of('/') + 1) + ".part");
     }
     FIRN_ASSIGN(auto made, storage::KvLog::create(*fs_, base, log));
     session.kv_.attach(tier_->add(std::move(made), true));
@@ -250,11 +237,11 @@ Status Session::reopen() {
   }
   const auto read_ids = [&](uint16_t which, int64_t n) -> Result<std::vector<int32_t>> {
     std::vector<int32_t> ids(static_cast<size_t>(n));
-    for (int64_t at = 0; at < n; at += kIdsAtOnce) {
-      const storage::BlockKey key{storage::BlockKind::kTokens, which, 0, static_cast<uint32_t>(at / kIdsAtOnce)};
+    for (int64_t at = 0; at < n; at += kTokensAtOnce) {
+      const storage::BlockKey key{storage::BlockKind::kTokens, which, 0, static_cast<uint32_t>(at / kTokensAtOnce)};
       const auto place = log.find(key);
-      const int64_t want = std::min(kIdsAtOnce, n - at);
-      if (!place || place->bytes < want * 4 || place->bytes > kIdsAtOnce * 4)
+      const int64_t want = std::min(kTokensAtOnce, n - at);
+      if (!place || place->bytes < want * 4 || place->bytes > kTokensAtOnce * 4)
         return damaged("names tokens it does not hold");
       std::vector<int32_t> part(static_cast<size_t>(place->bytes / 4));
       FIRN_TRY(log.read(key, *place, std::as_writable_bytes(std::span(part))));
@@ -262,7 +249,7 @@ Status Session::reopen() {
     }
     return ids;
   };
-  FIRN_ASSIGN(tokens_, read_ids(kCommitted, state["tokens"].get<int64_t>()));
+  FIRN_ASSIGN(tokens_, read_ids(kSessionTokens, state["tokens"].get<int64_t>()));
   tokens_logged_ = length();
   KvCache fresh(&engine_->kv_pools());
   kv_ = std::move(fresh);
@@ -270,7 +257,7 @@ Status Session::reopen() {
   if (state.contains("prefill")) {
     try {
       const auto& p = state["prefill"];
-      FIRN_ASSIGN(parked_.ids, read_ids(kPending, p.at("pending").get<int64_t>()));
+      FIRN_ASSIGN(parked_.ids, read_ids(kPromptTokens, p.at("pending").get<int64_t>()));
       parked_.in_wave = p.at("in_wave").get<int64_t>();
       parked_.layers = p.at("layers").get<int64_t>();
       for (const auto& t : p.at("tiles")) {

@@ -12,7 +12,6 @@
 namespace firn::model {
 namespace {
 
-constexpr int64_t kIdsAtOnce = 4096;         // as model/session.cc
 constexpr int64_t kPool = int64_t{1} << 24;  // random numbers that blocks are cut from
 constexpr int64_t kAppendBytes = int64_t{64} << 20;
 constexpr float kHotScale = 8.0f;
@@ -93,8 +92,19 @@ Result<std::string> session_identity(storage::FileSystem& fs, const Survey& surv
                      precise ? "precise" : "default numerics");
 }
 
-std::string session_state(int64_t tokens, int64_t wave_option, const std::string& kernels) {
-  return nlohmann::json{{"version", 1}, {"tokens", tokens}, {"wave_option", wave_option}, {"kernels", kernels}}.dump();
+std::vector<storage::LogEntry> token_entries(uint16_t which, std::span<const int32_t> ids, int64_t from) {
+  std::vector<storage::LogEntry> entries;
+  const auto n = static_cast<int64_t>(ids.size());
+  for (int64_t at = from / kTokensAtOnce * kTokensAtOnce; at < n; at += kTokensAtOnce) {
+    const auto part = ids.subspan(static_cast<size_t>(at), static_cast<size_t>(std::min(kTokensAtOnce, n - at)));
+    entries.push_back(
+        {{storage::BlockKind::kTokens, which, 0, static_cast<uint32_t>(at / kTokensAtOnce)}, std::as_bytes(part)});
+  }
+  return entries;
+}
+
+nlohmann::json session_state(int64_t tokens, int64_t wave_option, const std::string& kernels) {
+  return {{"version", 1}, {"tokens", tokens}, {"wave_option", wave_option}, {"kernels", kernels}};
 }
 
 SessionInfo session_info(const storage::KvLog& log) {
@@ -173,14 +183,9 @@ Status synth_session(storage::FileSystem& fs, const Survey& survey, const std::s
   }
   std::vector<int32_t> ids(static_cast<size_t>(options.tokens));
   for (int32_t& id : ids) id = static_cast<int32_t>(random.next() % static_cast<uint64_t>(c.vocab));
-  for (int64_t at = 0; at < options.tokens; at += kIdsAtOnce) {
-    const auto part =
-        std::span(ids).subspan(static_cast<size_t>(at), static_cast<size_t>(std::min(kIdsAtOnce, options.tokens - at)));
-    entries.push_back(
-        {{storage::BlockKind::kTokens, 0, 0, static_cast<uint32_t>(at / kIdsAtOnce)}, std::as_bytes(part)});
-  }
+  entries = token_entries(kSessionTokens, ids, 0);
   FIRN_TRY(flush());
-  return log->commit(session_state(options.tokens, 0, "none"));
+  return log->commit(session_state(options.tokens, 0, "none").dump());
 }
 
 }  // namespace firn::model

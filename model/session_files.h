@@ -4,7 +4,10 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <nlohmann/json.hpp>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "model/weights.h"
 #include "storage/kv_log.h"
@@ -15,8 +18,14 @@ namespace firn::model {
 // of its bytes tell, and the settings that the stored bytes depend on.
 Result<std::string> session_identity(storage::FileSystem& fs, const Survey& survey, DType kv_dtype, bool precise);
 
-// The state that a commit of a whole session (no prefill under way) stores.
-std::string session_state(int64_t tokens, int64_t wave_option, const std::string& kernels);
+// Token ids lie in the log under BlockKind::kTokens, kTokensAtOnce to an entry; the keys' layer says which: tokens of
+// the session, or of a prompt whose prefill is under way.
+inline constexpr int64_t kTokensAtOnce = 4096;
+inline constexpr uint16_t kSessionTokens = 0, kPromptTokens = 1;
+std::vector<storage::LogEntry> token_entries(uint16_t which, std::span<const int32_t> ids, int64_t from);
+
+// The state that every commit of a session stores.
+nlohmann::json session_state(int64_t tokens, int64_t wave_option, const std::string& kernels);
 
 struct SessionInfo {
   std::string identity;

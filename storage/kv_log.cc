@@ -67,7 +67,8 @@ Result<std::unique_ptr<KvLog>> KvLog::open(FileSystem& fs, const std::string& di
   core->fs = &fs;
   core->options = options;
   core->dirs = {dir};
-  FIRN_TRY(fs.list_folder(dir).status());
+  FIRN_ASSIGN(const auto numbers, core->segment_numbers(dir));
+  if (numbers.empty()) return not_found(fmt::format("{}: holds no segments: not a session", dir));
   FIRN_TRY(core->lock(dir));
   FIRN_TRY(core->open_all());
   return std::unique_ptr<KvLog>(new KvLog(std::move(core)));

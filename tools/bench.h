@@ -135,7 +135,7 @@ Status bench_tiers(BenchContext& context);      // bench_tiers.cc
 // One rate each, for the limits.
 Result<double> measure_memory_read(BenchContext& context);
 Result<double> measure_best_gemm(BenchContext& context);
-// GB/s of random reads of a file past the page cache, the best of a few sizes.
+// GB/s of random reads of a file past the page cache, the best of a few sizes; 0 when it is too small to tell.
 Result<double> measure_file_read(const std::string& path);
 
 }  // namespace firn::tools

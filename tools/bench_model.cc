@@ -6,11 +6,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <set>
-#include <thread>
 
 #include "model/engine.h"
 #include "runtime/units.h"
@@ -190,35 +187,6 @@ Status bench_depth(BenchContext& context, Engine* engine, ModelRunner* runner, i
   return {};
 }
 
-// The best plain rate of the checkpoint's disk, GB/s: direct reads of 4 MiB by four threads over up to 1 GiB of one
-// shard, thrown away. 0 when there is too little to measure.
-Result<double> measure_disk_read(const std::string& path) {
-  constexpr int64_t kPiece = int64_t{4} << 20, kMost = int64_t{1} << 30;
-  constexpr int kThreads = 4;
-  FIRN_ASSIGN(const auto file, storage::open_file(path, storage::OpenMode::kReadDirect));
-  FIRN_ASSIGN(const int64_t size, file->size());
-  const int64_t pieces = std::min(size, kMost) / kPiece;
-  if (pieces < 4 * kThreads) return 0.0;
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> failed{false};
-  const auto start = std::chrono::steady_clock::now();
-  std::vector<std::thread> threads;
-  for (int t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&] {
-      unpin_this_thread();
-      const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(4096, kPiece), &std::free);
-      for (int64_t i = next.fetch_add(1); i < pieces && memory != nullptr; i = next.fetch_add(1)) {
-        const std::span<std::byte> to(static_cast<std::byte*>(memory.get()), static_cast<size_t>(kPiece));
-        if (!file->read_some_at(i * kPiece, to).ok()) failed = true;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  if (failed || next.load() < pieces) return io_error(path + ": could not be read for the disk's rate");
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return static_cast<double>(pieces * kPiece) / seconds * 1e-9;
-}
-
 // Touches every page of as much memory as the weights take (up to 64 GiB) and gives it back. In a virtual machine the
 // host may have to find memory the first time, at a fraction of a disk's rate: a row of its own, so that the load after
 // it shows the loader beside the disk.
@@ -260,7 +228,7 @@ Status bench_model(BenchContext& context) {
   options.ram_reason = context.topology().memory_usable_reason;
   options.cancel = &interrupted();
   FIRN_ASSIGN(const auto checkpoint, storage::Checkpoint::open(storage::FileSystem::real(), o.model));
-  FIRN_ASSIGN(const double disk, measure_disk_read(checkpoint.shards.back().path));
+  FIRN_ASSIGN(const double disk, measure_file_read(checkpoint.shards.back().path));
   int64_t shard_bytes = 0;
   for (const auto& shard : checkpoint.shards) {
     FIRN_ASSIGN(const auto file, storage::open_file(shard.path, storage::OpenMode::kRead));
@@ -277,7 +245,7 @@ Status bench_model(BenchContext& context) {
   load.time = {engine->load_seconds(), engine->load_seconds(), 1};
   load.bytes = engine->weights().bytes;
   load.limit = disk;
-  load.limit_source = "disk, direct 4 MiB x 4";
+  load.limit_source = "disk, random reads";
   context.emit(load);
   ModelRunner runner(engine.get());
   std::vector<int64_t> depths = o.depths;

@@ -135,6 +135,7 @@ Status bench_experts(BenchContext& context) {
   model::EngineOptions options = engine_options(context);
   FIRN_ASSIGN(const auto survey, model::Survey::open(storage::FileSystem::real(), o.model));
   FIRN_ASSIGN(const double disk, measure_file_read(survey.checkpoint.shards.front().path));
+  if (disk == 0) return invalid(fmt::format("{}: too small to measure reading from disk", o.model));
   const int64_t all = survey.groups[static_cast<size_t>(model::Group::kExperts)].bytes;
   const int64_t prompt = std::max<int64_t>(o.prompt, 16);
   options.before_load = [&](const Engine& e) { return e.check_fits(prompt, prompt + 2 * (kWarmUp + kSteps) + 64); };
@@ -225,7 +226,7 @@ Result<FarResult> bench_session(BenchContext& context, const std::string& dir, b
   model::EngineOptions options = engine_options(context);
   const int64_t far = model::KvCache::far_bytes_for(survey.config, survey.config.kv_layout(options.kv_dtype), tokens);
   const KvLayout layout = survey.config.kv_layout(options.kv_dtype);
-  const int64_t least = (survey.config.index_heads * survey.config.topk_blocks + 8) * layout.kv_block_bytes();
+  const int64_t least = model::KvCache::least_near_bytes(survey.config, layout);
   options.kv_ram_bytes = std::max(least, far / 100 * o.kv_percent);
   options.sessions = true;
   options.prefetch_kv = prefetch;

@@ -321,6 +321,10 @@ int run_once(const RunFlags& f, const Globals& globals) {
   if (!globals.json) std::fputc('\n', stdout);
   // What a prefill had done when it was interrupted is committed already, up to its last layer.
   const bool computed = !g.token_ids().empty();
+  if (session.on_disk() && !computed && status.code() == Code::kCancelled && !globals.quiet) {
+    std::fprintf(stderr, "firn: %s keeps the layers that were done: the same command goes on behind them\n",
+                 f.engine.session.c_str());
+  }
   if (session.on_disk() && computed) {
     if (const Status s = session.save(); !s.ok()) return report(s.with_context("--session"));
   }
@@ -424,6 +428,9 @@ Runner add_run(CLI::App& app, const Globals& globals) {
     if (const int code = check_flags(run); code != 0) return code;
     const bool asked = run.has_prompt || !run.messages.empty() || !run.tokens.empty();
     if (!asked && isatty(STDIN_FILENO) != 0 && !globals.json) {
+      if (!run.engine.session.empty()) {
+        return usage_error("--session needs a prompt: chats are not saved in this version");
+      }
       if (!run.files.empty())
         return usage_error("--file needs a question: add --prompt, or start the chat and use /file");
       return run_conversation(run, globals);

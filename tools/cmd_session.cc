@@ -230,7 +230,10 @@ int synth(const SessionFlags& f, const Globals& globals) {
   options.seed = static_cast<uint64_t>(f.seed);
   options.kv_dtype = f.kv_dtype == "f32" ? DType::kF32 : DType::kBf16;
   options.precise = f.precise;
-  options.more_dirs = f.kv_dirs;
+  for (const std::string& dir : f.kv_dirs) {
+    options.more_dirs.push_back(std::filesystem::absolute(dir).string() + "/" +
+                                std::filesystem::path(f.out).filename().string() + ".part");
+  }
   Bar bar("writing", globals);
   const Status status = model::synth_session(
       FileSystem::real(), *survey, f.out, options, [&](int64_t done, int64_t total) { bar(done, total); },

@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <optional>
 
 #include "gpu/gpu.h"
@@ -189,6 +190,9 @@ Result<std::unique_ptr<model::Engine>> open_engine(const EngineFlags& f, const G
   options.always_guess = f.prefetch != "auto" && f.prefetch != "off";
   options.io_uring = f.io == "auto";
   options.sessions = !f.session.empty();
+  // Names that hold wherever the session is opened from.
+  for (const std::string& dir : f.kv_dir) options.session_dirs.push_back(std::filesystem::absolute(dir).string());
+  if (!f.kv_disk.empty()) options.session_disk_bytes = options.kv_disk_bytes;
   options.cancel = &interrupted();
   options.before_load = std::move(before_load);
   std::optional<Progress> check_bar;

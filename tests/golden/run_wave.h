@@ -27,7 +27,7 @@ inline WaveRun run_wave(model::Engine& engine, model::Wave wave, model::Capture 
 inline int64_t least_kv_ram(const std::string& path, bool precise = true) {
   const auto survey = must(model::Survey::open(storage::FileSystem::real(), path));
   const model::ModelConfig& c = survey.config;
-  return (c.index_heads * c.topk_blocks + 8) * c.kv_layout(precise ? DType::kF32 : DType::kBf16).kv_block_bytes();
+  return model::KvCache::least_near_bytes(c, c.kv_layout(precise ? DType::kF32 : DType::kBf16));
 }
 
 inline std::vector<int64_t> iota(int64_t n, int64_t from = 0) {

@@ -76,7 +76,7 @@ Child::Child(const std::vector<std::string>& arguments, const RunOptions& option
 
 Child::~Child() {
   if (pid_ > 0) {
-    kill(pid_, SIGKILL);
+    ::kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
   for (int fd : {out_, err_}) {
@@ -94,7 +94,8 @@ void Child::write(const std::string& bytes) {
   }
 }
 
-void Child::interrupt() { kill(pid_, SIGINT); }
+void Child::interrupt() { ::kill(pid_, SIGINT); }
+void Child::kill() { ::kill(pid_, SIGKILL); }
 
 bool Child::read_some() {
   pollfd polled[2] = {{out_, POLLIN, 0}, {err_, POLLIN, 0}};
@@ -131,7 +132,7 @@ bool Child::read_until(const std::string& text) {
 Ran Child::wait() {
   while (read_some()) {
   }
-  if (left_s() <= 0) kill(pid_, SIGKILL);
+  if (left_s() <= 0) ::kill(pid_, SIGKILL);
   int status = 0;
   waitpid(pid_, &status, 0);
   pid_ = -1;

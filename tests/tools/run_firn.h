@@ -39,6 +39,7 @@ class Child {
 
   void write(const std::string& bytes);  // to a terminal child
   void interrupt();                      // SIGINT
+  void kill();                           // SIGKILL
   // Reads until `text` is in out or err, beyond what earlier calls found; false at the end or when the time is over.
   bool read_until(const std::string& text);
   Ran wait();
