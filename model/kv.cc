@@ -570,8 +570,9 @@ Status KvCache::read_near(int64_t layer_begin, int64_t layer_end, int64_t block_
   const KvLayout& layout = pools_->layout;
   const storage::KvLog& log = *log_->log;
   const int64_t tokens = length_ + reserved_;
-  const int64_t key_row = layout.index_dim * static_cast<int64_t>(dtype_bytes(layout.dtype));
-  const int64_t at_once = std::max<int64_t>(1, kRestoreBytes / std::max<int64_t>(layout.index_norm_offset(), 1));
+  const int64_t raw_index = layout.index_norm_offset();
+  const int64_t at_once = std::max<int64_t>(1, kRestoreBytes / std::max<int64_t>(raw_index, 1));
+  const int64_t half = std::min(at_once, block_end - block_begin) * raw_index;
   Buffer staging;
   const auto missing = [&](const storage::BlockKey& key) {
     return corrupt(fmt::format(
@@ -604,42 +605,50 @@ Status KvCache::read_near(int64_t layer_begin, int64_t layer_end, int64_t block_
       FIRN_ASSIGN(tables.index[b], pools_->index.acquire());
       tables.index_table[b] = tables.index[b].data();
     }
-    for (int64_t first = block_begin; first < block_end; first += at_once) {
-      const int64_t n = std::min(at_once, block_end - first);
-      if (staging.empty()) {
-        FIRN_ASSIGN(staging, pools_->ops->arena().allocate(
-                                 std::min(at_once, block_end - block_begin) * layout.index_norm_offset(),
-                                 "index keys while a session is opened"));
-      }
+    if (staging.empty()) {
+      FIRN_ASSIGN(staging, pools_->ops->arena().allocate(2 * half, "index keys while a session is opened"));
+    }
+    // One half is read while the other's keys are appended.
+    Status status;
+    const auto post = [&](int64_t first) {
       std::vector<storage::IoTicket> reads;
-      Status status;
-      for (int64_t b = first; b < first + n && status.ok(); ++b) {
+      std::byte* to = staging.as<std::byte>() + (first - block_begin) / at_once % 2 * half;
+      for (int64_t b = first; b < std::min(block_end, first + at_once) && status.ok(); ++b, to += raw_index) {
         const storage::BlockKey key{storage::BlockKind::kIndex, static_cast<uint16_t>(layer), 0,
                                     static_cast<uint32_t>(b)};
         const auto place = log.find(key);
-        if (!place || place->bytes != layout.index_norm_offset()) {
+        if (!place || place->bytes != raw_index) {
           status = missing(key);
           break;
         }
-        std::byte* to = staging.as<std::byte>() + (b - first) * layout.index_norm_offset();
-        reads.push_back(pools_->tier->queue().submit(
-            log.read_of(key, *place, {to, static_cast<size_t>(layout.index_norm_offset())})));
+        reads.push_back(pools_->tier->queue().submit(log.read_of(key, *place, {to, static_cast<size_t>(raw_index)})));
       }
+      return reads;
+    };
+    std::vector<storage::IoTicket> reads = post(block_begin);
+    for (int64_t first = block_begin; first < block_end; first += at_once) {
+      std::vector<storage::IoTicket> next;
+      if (first + at_once < block_end) next = post(first + at_once);
       for (const storage::IoTicket& read : reads) {
         if (Status s = read.wait(); status.ok()) status = s;
       }
-      FIRN_TRY(status);
-      // Appending anew makes the norms and the low-bit copy, which are not stored.
-      KvSpan rows = span(layer, 0, std::min((first + n) * layout.block_tokens, tokens) - first * layout.block_tokens,
-                         first * layout.block_tokens);
-      const ConstMatrixView keys{staging.data(),
-                                 layout.dtype,
-                                 rows.n_rows,
-                                 layout.index_dim,
-                                 key_row / static_cast<int64_t>(dtype_bytes(layout.dtype)),
-                                 pools_->ops->space()};
-      const KvSpan spans[] = {rows};
-      FIRN_TRY(pools_->ops->wait(pools_->ops->index_append({keys, spans, layout})));
+      if (status.ok()) {
+        // Appending anew makes the norms and the low-bit copy, which are not stored.
+        const int64_t begin = first * layout.block_tokens;
+        const int64_t rows = std::min((first + at_once) * layout.block_tokens, tokens) - begin;
+        const KvSpan spans[] = {span(layer, 0, rows, begin)};
+        const ConstMatrixView keys{staging.as<std::byte>() + (first - block_begin) / at_once % 2 * half,
+                                   layout.dtype,
+                                   rows,
+                                   layout.index_dim,
+                                   layout.index_dim,
+                                   pools_->ops->space()};
+        status = pools_->ops->wait(pools_->ops->index_append({keys, spans, layout}));
+      }
+      reads = std::move(next);
+      if (status.ok()) continue;
+      for (const storage::IoTicket& read : reads) (void)read.wait();  // nothing writes to staging after this
+      return status;
     }
   }
   return {};
